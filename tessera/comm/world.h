@@ -1,0 +1,136 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/export.h>
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Backend;
+class ProcessGroup;
+class Store;
+}  // namespace c10d
+
+namespace tessera {
+
+namespace threads {
+class Hub;
+}
+
+/// Ranks that communicate with one another, as any c10d code knows them.
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// No wait in Tessera is longer than this unless a longer one was asked for.
+inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
+
+struct WorldOptions {
+  int64_t rank = 0;
+  int64_t size = 1;
+
+  /// What carries the tensors: a name known to `register_backend`, or one per device type as in
+  /// "cpu:gloo,cuda:nccl". Empty: "threads" where the ranks are threads of one process, else "gloo", for CPU
+  /// tensors; "nccl" for CUDA tensors.
+  std::string backend;
+
+  /// Where processes find one another. Not needed by "fake".
+  c10::intrusive_ptr<c10d::Store> store;
+
+  std::chrono::milliseconds timeout = kDefaultTimeout;
+
+  /// Compare what the ranks call before each collective and report a mismatch on all of them. Costs one
+  /// small all-gather a call. Ranks that are threads are always compared, for free.
+  /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment.
+  bool check_collectives = false;
+
+  /// Set by `run`: the memory that rank threads share. Null for ranks that are processes.
+  std::shared_ptr<threads::Hub> hub;
+};
+
+/// One rank's view of the ranks that run a program together, and the maker of groups among them.
+/// Safe to use from several threads of that rank.
+class TESSERA_API World {
+ public:
+  explicit World(WorldOptions options);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int64_t rank() const { return options_.rank; }
+  int64_t size() const { return options_.size; }
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+
+  /// The name of the backend that carries tensors on `device`.
+  std::string backend(c10::DeviceType device) const;
+
+  /// The group of `ranks` (ranks of this world, in this order; this rank among them) for tensors on `device`.
+  /// It is made at the first call, by its members alone, and kept as long as the world: the same ranks give
+  /// the same group. `backend` overrides the world's own choice.
+  Group group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend = "");
+
+  /// The group of all ranks.
+  Group group(c10::DeviceType device = c10::DeviceType::CPU);
+
+  /// The ranks of a group that this world made, or nothing if it did not make it.
+  std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
+
+  /// Tells all ranks of the world that this one has failed and why. Ranks that are threads stop waiting at
+  /// once; processes find the reason beside the error they get from their transport.
+  void report_failure(const std::string& reason);
+
+  /// What a failed rank left for the others: "rank 2: out of memory". Empty if none did.
+  std::string reported_failure() const;
+
+ private:
+  struct GroupKey {
+    std::vector<int64_t> ranks;
+    c10::DeviceType device;
+    std::string backend;
+    auto operator<=>(const GroupKey&) const = default;
+  };
+
+  WorldOptions options_;
+  std::map<std::string, std::string> backends_;  // by device type name; "" for all others
+  mutable std::mutex mutex_;
+  std::map<GroupKey, Group> groups_;
+};
+
+/// The world of the calling thread: that of the innermost `WorldScope`, else of the process
+/// (`init_process_group`). An error that says what to do if there is none.
+TESSERA_API std::shared_ptr<World> current_world();
+TESSERA_API bool has_current_world();
+
+/// While it lives, `world` is the calling thread's current one.
+class TESSERA_API WorldScope {
+ public:
+  explicit WorldScope(std::shared_ptr<World> world);
+  ~WorldScope();
+  WorldScope(const WorldScope&) = delete;
+  WorldScope& operator=(const WorldScope&) = delete;
+
+ private:
+  std::shared_ptr<World> previous_;
+};
+
+/// Makes this process one rank of a world of processes, as its launcher's environment variables say
+/// (see environment.h), and that world the current one of all of its threads that have no other.
+TESSERA_API std::shared_ptr<World> init_process_group(const std::string& backend = "",
+                                                      std::chrono::milliseconds timeout = kDefaultTimeout);
+/// The same with everything given by the caller.
+TESSERA_API std::shared_ptr<World> init_process_group(WorldOptions options);
+/// Forgets the process's world.
+TESSERA_API void destroy_process_group();
+
+TESSERA_API int64_t get_rank();
+TESSERA_API int64_t get_world_size();
+
+}  // namespace tessera

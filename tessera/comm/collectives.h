@@ -7,11 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
-
-namespace c10d {
-class Work;
-}
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 /// The collectives, the same on every backend: c10d's transports refuse some dtypes, reductions and uneven
 /// sizes; here all of them work everywhere. On "threads" and on what a transport can do by itself these add

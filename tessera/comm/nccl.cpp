@@ -1,6 +1,8 @@
 #include <tessera/comm/backends.h>
 #include <tessera/error.h>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #ifdef USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif

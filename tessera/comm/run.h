@@ -15,7 +15,7 @@ struct RunOptions {
   std::chrono::milliseconds timeout = kDefaultTimeout;
 
   /// See WorldOptions::backend. Empty: "threads" for ranks that are threads, "gloo" for processes.
-  std::string backend;
+  std::string backend = {};
 
   /// Threads that libtorch uses inside an operator on each rank. 0: the cores divided among the ranks of this
   /// process. (libtorch has one such setting for the process; it is put back at the end.)

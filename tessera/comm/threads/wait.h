@@ -27,7 +27,7 @@ class WaitingRoom {
   using Clock = std::chrono::steady_clock;
 
   /// `crowded`: more ranks than cores, so that spinning would keep the awaited rank from running.
-  explicit WaitingRoom(bool crowded) : spins_(crowded ? 20 : 2000) {}
+  explicit WaitingRoom(bool crowded) : spins_(crowded ? 20 : 200) {}
 
   /// Returns true once `done()` is true, false if it is not by `deadline`. `done` may do useful work; whoever
   /// makes it true must call `wake` after.

@@ -170,7 +170,7 @@ struct Root {
   }
 };
 
-std::string quote(std::string_view name) { return c10::str("'", name, "'"); }
+std::string quote(const std::string& name) { return c10::str("'", name, "'"); }
 
 std::string quote(const Names& names) {
   std::string text;
@@ -178,26 +178,31 @@ std::string quote(const Names& names) {
   return text;
 }
 
+std::string quote(const MeshDim& dim) {
+  const auto* name = std::get_if<std::string>(&dim.value());
+  return name ? quote(*name) : std::to_string(std::get<int64_t>(dim.value()));
+}
+
 void check_names(const Names& names) {
   for (size_t i = 0; i < names.size(); ++i) {
     const std::string& name = names[i];
-    TESSERA_CHECK_VALUE(!name.empty(), "the name of mesh dim ", i, " is empty");
+    TESSERA_CHECK_VALUE(!name.empty(), "The name of mesh dim ", i, " is empty.");
     const bool identifier =
         !std::isdigit(static_cast<unsigned char>(name[0])) && std::ranges::all_of(name, [](char c) {
           return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
         });
-    TESSERA_CHECK_VALUE(identifier, "the mesh dim name ", quote(name),
-                        " is no identifier: expected letters, digits and '_', not starting with a digit");
+    TESSERA_CHECK_VALUE(identifier, "The mesh dim name ", quote(name),
+                        " is no identifier: expected letters, digits and '_', not starting with a digit.");
     TESSERA_CHECK_VALUE(std::find(names.begin(), names.begin() + i, name) == names.begin() + i,
-                        "the mesh dim name ", quote(name), " is repeated");
+                        "The mesh dim name ", quote(name), " is repeated.");
   }
 }
 
 void check_sizes(at::IntArrayRef sizes) {
-  TESSERA_CHECK_VALUE(!sizes.empty(), "a mesh needs at least one dim");
+  TESSERA_CHECK_VALUE(!sizes.empty(), "A mesh needs at least one dim.");
   for (size_t i = 0; i < sizes.size(); ++i) {
-    TESSERA_CHECK_VALUE(sizes[i] > 0, "mesh dim ", i, " of shape ", sizes, " has size ", sizes[i],
-                        ": expected at least 1");
+    TESSERA_CHECK_VALUE(sizes[i] > 0, "Mesh dim ", i, " of shape ", sizes, " has size ", sizes[i],
+                        ": expected at least 1.");
   }
 }
 
@@ -217,11 +222,11 @@ std::shared_ptr<Root> make_root(at::DeviceType device, at::IntArrayRef shape,
                                 std::shared_ptr<World> world) {
   TESSERA_CHECK_VALUE(
       device != at::kXLA,
-      "a mesh of xla devices is not supported: XLA partitions programs by itself (SPMD) and has "
-      "no c10d process groups for the dims of a mesh");
+      "A mesh of xla devices is not supported: XLA partitions programs by itself (SPMD) and has "
+      "no c10d process groups for the dims of a mesh.");
   check_sizes(shape);
-  TESSERA_CHECK_VALUE(names.empty() || names.size() == shape.size(), "a mesh of shape ", shape, " has ",
-                      shape.size(), " dims, but ", names.size(), " names are given: ", quote(names));
+  TESSERA_CHECK_VALUE(names.empty() || names.size() == shape.size(), "A mesh of shape ", shape, " has ",
+                      shape.size(), " dims, but ", names.size(), " names are given: ", quote(names), ".");
   check_names(names);
 
   auto root = std::make_shared<Root>();
@@ -233,23 +238,23 @@ std::shared_ptr<Root> make_root(at::DeviceType device, at::IntArrayRef shape,
   const int64_t size = product(shape);
 
   if (ranks) {
-    TESSERA_CHECK_VALUE(size == static_cast<int64_t>(ranks->size()), "a mesh of shape ", shape, " has ", size,
-                        " ranks, but ", ranks->size(), " are given");
+    TESSERA_CHECK_VALUE(size == static_cast<int64_t>(ranks->size()), "A mesh of shape ", shape, " has ", size,
+                        " ranks, but ", ranks->size(), " are given.");
     std::vector<bool> seen(world_size);
     bool in_order = true;
     for (int64_t i = 0; i < size; ++i) {
       const int64_t r = (*ranks)[i];
-      TESSERA_CHECK_VALUE(r >= 0 && r < world_size, "rank ", r,
-                          " of the mesh is not in the world, whose ranks are 0 to ", world_size - 1);
-      TESSERA_CHECK_VALUE(!seen[r], "rank ", r, " is in the mesh more than once");
+      TESSERA_CHECK_VALUE(r >= 0 && r < world_size, "Rank ", r,
+                          " of the mesh is not in the world, whose ranks are 0 to ", world_size - 1, ".");
+      TESSERA_CHECK_VALUE(!seen[r], "Rank ", r, " is in the mesh more than once.");
       seen[r] = true;
       in_order = in_order && r == i;
       if (r == rank) root->index = i;
     }
     if (!in_order) root->ranks = *std::move(ranks);
   } else {
-    TESSERA_CHECK_VALUE(size <= world_size, "a mesh of shape ", shape, " needs ", size,
-                        " ranks, but the world has only ", world_size);
+    TESSERA_CHECK_VALUE(size <= world_size, "A mesh of shape ", shape, " needs ", size,
+                        " ranks, but the world has only ", world_size, ".");
     if (rank < size) root->index = rank;
   }
 
@@ -263,10 +268,10 @@ std::shared_ptr<Root> make_root(at::DeviceType device, at::IntArrayRef shape,
 }
 
 std::vector<int64_t> values(const at::Tensor& ranks) {
-  TESSERA_CHECK_VALUE(ranks.defined(), "the ranks of a mesh are an undefined tensor");
+  TESSERA_CHECK_VALUE(ranks.defined(), "The ranks of a mesh are an undefined tensor.");
   TESSERA_CHECK_VALUE(at::isIntegralType(ranks.scalar_type(), /*includeBool=*/false),
-                      "the ranks of a mesh must be integers, but the tensor's dtype is ",
-                      ranks.scalar_type());
+                      "The ranks of a mesh must be integers, but the tensor's dtype is ", ranks.scalar_type(),
+                      ".");
   const at::Tensor plain = ranks.to(at::kCPU, at::kLong).contiguous();
   const int64_t* data = plain.const_data_ptr<int64_t>();
   return {data, data + plain.numel()};
@@ -326,8 +331,8 @@ struct DeviceMesh::State {
 
   /// This rank's flat index.
   int64_t member_index(const char* wanted) const {
-    TESSERA_CHECK(coordinate, "rank ", root->world->rank(), " is not in this ", text(), ", so it has no ",
-                  wanted, " there; ask is_member() first");
+    TESSERA_CHECK(coordinate, "Rank ", root->world->rank(), " is not in this ", text(), ", so it has no ",
+                  wanted, " there; ask is_member() first.");
     return *root->index;
   }
 
@@ -348,13 +353,13 @@ struct DeviceMesh::State {
   size_t position(const MeshDim& dim) const {
     if (const auto* name = std::get_if<std::string>(&dim.value())) {
       const auto found = find(*name);
-      TESSERA_CHECK_VALUE(found, "there is no dim ", quote(*name), " in ", text());
+      TESSERA_CHECK_VALUE(found, "There is no dim ", quote(*name), " in ", text(), ".");
       return *found;
     }
     const int64_t ndim = static_cast<int64_t>(axes.size());
     const int64_t given = std::get<int64_t>(dim.value());
-    TESSERA_CHECK_INDEX(given >= -ndim && given < ndim, "mesh dim ", given, " is out of range for ", text(),
-                        ": expected ", -ndim, " to ", ndim - 1);
+    TESSERA_CHECK_INDEX(given >= -ndim && given < ndim, "Mesh dim ", given, " is out of range for ", text(),
+                        ": expected ", -ndim, " to ", ndim - 1, ".");
     return given < 0 ? given + ndim : given;
   }
 
@@ -365,9 +370,9 @@ struct DeviceMesh::State {
     std::lock_guard lock(root->mutex);
     const auto found = root->flattened.find(*name);
     const bool known = found != root->flattened.end();
-    TESSERA_CHECK_VALUE(known, "there is no dim ", quote(*name), " in ", text(), flattened_text());
-    TESSERA_CHECK_VALUE(covers(axes, found->second), "the flattened dim ", quote(*name),
-                        " is made of dims that are not in ", text(), "; look for it in root()");
+    TESSERA_CHECK_VALUE(known, "There is no dim ", quote(*name), " in ", text(), flattened_text(), ".");
+    TESSERA_CHECK_VALUE(covers(axes, found->second), "The flattened dim ", quote(*name),
+                        " is made of dims that are not in ", text(), "; look for it in root().");
     return found->second;
   }
 
@@ -417,28 +422,28 @@ struct DeviceMesh::State {
     const int64_t rank = root->world->rank();
     if (!whole.coordinate) {
       TESSERA_CHECK_VALUE(std::ranges::none_of(groups, [](const Group& group) { return group.defined(); }),
-                          "rank ", rank, " is not among the ranks of ", whole.text(),
-                          ", so no group of its can be given for a dim of it");
+                          "Rank ", rank, " is not among the ranks of ", whole.text(),
+                          ", so it has no groups to give for its dims.");
       return root;
     }
     TESSERA_CHECK_VALUE(groups.size() == whole.axes.size(), whole.text(), " has ", whole.axes.size(),
-                        " dims, but ", groups.size(), " groups are given");
+                        " dims, but ", groups.size(), " groups are given.");
     for (size_t i = 0; i < groups.size(); ++i) {
       const std::string dim = whole.name(i);
-      TESSERA_CHECK_VALUE(groups[i].defined(), "the group given for mesh dim ", dim, " is null");
+      TESSERA_CHECK_VALUE(groups[i].defined(), "The group given for mesh dim ", dim, " is null.");
       const Axis& axis = whole.axes[i];
       const auto expected = whole.ranks({&axis, 1}, first({&axis, 1}, *root->index));
       const auto actual = root->world->ranks_of(groups[i]);
-      TESSERA_CHECK_VALUE(!actual || *actual == expected, "the group given for mesh dim ", dim,
+      TESSERA_CHECK_VALUE(!actual || *actual == expected, "The group given for mesh dim ", dim,
                           " is of ranks ", at::IntArrayRef(*actual), ", but along that dim ", whole.text(),
-                          " has ranks ", at::IntArrayRef(expected));
-      TESSERA_CHECK_VALUE(groups[i]->getSize() == whole.shape[i], "the group given for mesh dim ", dim,
+                          " has ranks ", at::IntArrayRef(expected), ".");
+      TESSERA_CHECK_VALUE(groups[i]->getSize() == whole.shape[i], "The group given for mesh dim ", dim,
                           " has ", groups[i]->getSize(), " ranks, but ", whole.text(), " has ",
-                          whole.shape[i], " along that dim");
-      TESSERA_CHECK_VALUE(groups[i]->getRank() == (*whole.coordinate)[i], "rank ", rank, " is number ",
+                          whole.shape[i], " along that dim.");
+      TESSERA_CHECK_VALUE(groups[i]->getRank() == (*whole.coordinate)[i], "Rank ", rank, " is number ",
                           groups[i]->getRank(), " in the group given for mesh dim ", dim, ", but number ",
                           (*whole.coordinate)[i], " along that dim of ", whole.text(),
-                          ": the ranks of a mesh must be in the order of the group's");
+                          ": the ranks of a mesh must be in the order of the group's.");
       root->axes[i].group = groups[i];
     }
     return root;
@@ -461,13 +466,13 @@ DeviceMesh DeviceMesh::from_group(const Group& group, at::DeviceType device, std
   world = or_current(std::move(world));
   const auto known = group ? world->ranks_of(group) : std::nullopt;
   if (ranks.empty()) {
-    TESSERA_CHECK_VALUE(group, "neither a group nor its ranks are given");
+    TESSERA_CHECK_VALUE(group, "Neither a group nor its ranks are given.");
     TESSERA_CHECK_VALUE(known,
-                        "this world did not make the group and does not know its ranks: pass them too");
+                        "This world did not make the group and does not know its ranks: pass them too.");
     ranks = *known;
   }
-  TESSERA_CHECK_VALUE(!known || *known == ranks, "the group is of ranks ", at::IntArrayRef(*known),
-                      ", but the ranks given are ", at::IntArrayRef(ranks));
+  TESSERA_CHECK_VALUE(!known || *known == ranks, "The group is of ranks ", at::IntArrayRef(*known),
+                      ", but the ranks given are ", at::IntArrayRef(ranks), ".");
   const auto size = static_cast<int64_t>(ranks.size());
   auto root = make_root(device, size, std::move(ranks), std::move(names), std::move(world));
   return DeviceMesh(std::make_shared<State>(State::with_groups(std::move(root), {group})));
@@ -480,7 +485,7 @@ DeviceMesh DeviceMesh::from_groups(const std::vector<Group>& groups, at::DeviceT
 }
 
 DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
-  TESSERA_CHECK_VALUE(!meshes.empty(), "no meshes to concatenate");
+  TESSERA_CHECK_VALUE(!meshes.empty(), "No meshes to concatenate.");
   const State& head = *meshes[0].state_;
   std::vector<Axis> axes;
   Names names;
@@ -488,18 +493,18 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
     const State& state = *mesh.state_;
     TESSERA_CHECK_VALUE(head.root->world == state.root->world && head.root->device == state.root->device &&
                             head.root->same_ranks(*state.root),
-                        "cannot concatenate ", head.text(), " and ", state.text(),
-                        ": they are not cut from the same root");
-    TESSERA_CHECK_VALUE(head.names.empty() == state.names.empty(), "cannot concatenate ", head.text(),
-                        " and ", state.text(), ": only one of them has names");
+                        "Cannot concatenate ", head.text(), " and ", state.text(),
+                        ": they are not cut from the same root.");
+    TESSERA_CHECK_VALUE(head.names.empty() == state.names.empty(), "Cannot concatenate ", head.text(),
+                        " and ", state.text(), ": only one of them has names.");
     for (const Axis& axis : state.axes) {
       for (const DeviceMesh& earlier : meshes) {
         if (&earlier == &mesh) break;
         for (size_t i = 0; i < earlier.state_->axes.size(); ++i) {
-          TESSERA_CHECK_VALUE(!overlap(earlier.state_->axes[i], axis), "cannot concatenate ",
+          TESSERA_CHECK_VALUE(!overlap(earlier.state_->axes[i], axis), "Cannot concatenate ",
                               earlier.state_->text(), " and ", state.text(), ": dim ",
                               state.name(&axis - state.axes.data()), " of the latter overlaps dim ",
-                              earlier.state_->name(i));
+                              earlier.state_->name(i), ".");
         }
       }
     }
@@ -509,8 +514,8 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
   check_names(names);
   for (const DeviceMesh& mesh : meshes) {
     TESSERA_CHECK_VALUE(first(axes, mesh.state_->anchor()) == first(axes, head.anchor()),
-                        "cannot concatenate ", head.text(), " and ", mesh.state_->text(),
-                        ": no slice of their root holds both");
+                        "Cannot concatenate ", head.text(), " and ", mesh.state_->text(),
+                        ": no slice of their root holds both.");
   }
   return DeviceMesh(std::make_shared<State>(head.root, std::move(axes), std::move(names), head.anchor()));
 }
@@ -534,13 +539,13 @@ at::Tensor DeviceMesh::mesh() const {
 }
 
 int64_t DeviceMesh::rank_at(at::IntArrayRef coordinate) const {
-  TESSERA_CHECK_VALUE(coordinate.size() == state_->axes.size(), "the coordinate ", coordinate, " has ",
+  TESSERA_CHECK_VALUE(coordinate.size() == state_->axes.size(), "The coordinate ", coordinate, " has ",
                       coordinate.size(), " places, but ", state_->text(), " has ", state_->axes.size(),
-                      " dims");
+                      " dims.");
   int64_t index = state_->offset;
   for (size_t i = 0; i < coordinate.size(); ++i) {
-    TESSERA_CHECK_INDEX(coordinate[i] >= 0 && coordinate[i] < state_->shape[i], "the coordinate ", coordinate,
-                        " is out of range along dim ", state_->name(i), " of ", state_->text());
+    TESSERA_CHECK_INDEX(coordinate[i] >= 0 && coordinate[i] < state_->shape[i], "The coordinate ", coordinate,
+                        " is out of range along dim ", state_->name(i), " of ", state_->text(), ".");
     index += state_->axes[i].step(coordinate[i]);
   }
   return state_->root->rank(index);
@@ -559,7 +564,7 @@ std::optional<std::vector<int64_t>> DeviceMesh::get_coordinate() const&& { retur
 
 int64_t DeviceMesh::get_local_rank(std::optional<MeshDim> dim) const {
   TESSERA_CHECK_VALUE(dim || ndim() == 1, state_->text(), " has ", ndim(),
-                      " dims: say which one get_local_rank is about");
+                      " dims: say which one get_local_rank is about.");
   const Axis axis = state_->axis(dim.value_or(0));
   return axis.place(state_->member_index("local rank"));
 }
@@ -571,7 +576,7 @@ std::vector<int64_t> DeviceMesh::ranks_along(const MeshDim& dim) const {
 
 Group DeviceMesh::get_group(std::optional<MeshDim> dim) const {
   TESSERA_CHECK_VALUE(dim || ndim() == 1, state_->text(), " has ", ndim(),
-                      " dims: say which one get_group is about, or call get_all_groups");
+                      " dims: say which one get_group is about, or call get_all_groups.");
   if (!dim) return state_->group(size_t{0});
   const auto* name = std::get_if<std::string>(&dim->value());
   if (name && !state_->find(*name)) return state_->group(state_->axis(*dim));
@@ -579,14 +584,14 @@ Group DeviceMesh::get_group(std::optional<MeshDim> dim) const {
 }
 
 Group DeviceMesh::get_group(const std::vector<MeshDim>& dims) const {
-  TESSERA_CHECK_VALUE(!dims.empty(), "no dims of ", state_->text(), " are given to get_group");
+  TESSERA_CHECK_VALUE(!dims.empty(), "No dims of ", state_->text(), " are given to get_group.");
   if (dims.size() == 1) return get_group(std::optional(dims[0]));
   std::vector<Axis> axes;
   for (const MeshDim& dim : dims) {
     Axis axis = state_->axis(dim);
     for (size_t i = 0; i < axes.size(); ++i) {
-      TESSERA_CHECK_VALUE(!overlap(axes[i], axis), "get_group: dims number ", i, " and ", axes.size(),
-                          " of those given for ", state_->text(), " overlap");
+      TESSERA_CHECK_VALUE(!overlap(axes[i], axis), "There is no group along ", quote(dims[i]), " and ",
+                          quote(dim), " of ", state_->text(), ": they overlap.");
     }
     axes.push_back(std::move(axis));
   }
@@ -607,13 +612,13 @@ DeviceMesh DeviceMesh::operator[](std::initializer_list<std::string_view> names)
 
 DeviceMesh DeviceMesh::operator[](const Names& names) const {
   if (!names.empty() && names == state_->names) return *this;
-  TESSERA_CHECK_VALUE(!names.empty(), "a slice of ", state_->text(), " needs the name of at least one dim");
+  TESSERA_CHECK_VALUE(!names.empty(), "A slice of ", state_->text(), " needs the name of at least one dim.");
   std::vector<Axis> axes;
   for (const std::string& name : names) {
     Axis axis = state_->axis(name);
     for (size_t i = 0; i < axes.size(); ++i) {
-      TESSERA_CHECK_VALUE(names[i] != name && !overlap(axes[i], axis), "cannot slice ", state_->text(),
-                          " by ", quote(names), ": ", quote(names[i]), " and ", quote(name), " overlap");
+      TESSERA_CHECK_VALUE(names[i] != name && !overlap(axes[i], axis), "Cannot slice ", state_->text(),
+                          " by ", quote(names), ": ", quote(names[i]), " and ", quote(name), " overlap.");
     }
     axes.push_back(std::move(axis));
   }
@@ -625,9 +630,9 @@ DeviceMesh DeviceMesh::operator[](const Names& names) const {
   } else {
     ascending = std::ranges::is_sorted(join(axes).digits, std::greater{}, &Digit::stride);
   }
-  TESSERA_CHECK_VALUE(ascending, "cannot slice ", state_->text(), " by ", quote(names),
+  TESSERA_CHECK_VALUE(ascending, "Cannot slice ", state_->text(), " by ", quote(names),
                       ": the names must be in the order of the mesh's dims; for another order use "
-                      "DeviceMesh::concatenate on one slice per name");
+                      "DeviceMesh::concatenate on one slice per name.");
   return DeviceMesh(std::make_shared<State>(state_->root, std::move(axes), names, state_->anchor()));
 }
 
@@ -647,8 +652,8 @@ std::vector<DeviceMesh> DeviceMesh::submeshes(const MeshDim& dim) const {
 DeviceMesh DeviceMesh::flatten(std::string name) const {
   const Names& own = state_->names;
   if (name.empty()) {
-    TESSERA_CHECK_VALUE(!own.empty(), "the dims of ", state_->text(),
-                        " have no names to join: give flatten a name for the result");
+    TESSERA_CHECK_VALUE(!own.empty(), "The dims of ", state_->text(),
+                        " have no names to join: give flatten a name for the result.");
     for (const std::string& part : own) name += (name.empty() ? "" : "_") + part;
   }
   check_names({name});
@@ -656,16 +661,16 @@ DeviceMesh DeviceMesh::flatten(std::string name) const {
 
   Root& root = *state_->root;
   TESSERA_CHECK_VALUE(std::ranges::find(root.names, name) == root.names.end() && !state_->find(name),
-                      "cannot name the flattened ", state_->text(), " ", quote(name), ": that is a dim of ",
+                      "Cannot name the flattened ", state_->text(), " ", quote(name), ": that is a dim of ",
                       state_->find(name) ? state_->text() : State(state_->root).text(),
-                      "; choose another name");
+                      "; choose another name.");
   Axis axis = join(state_->axes);
   {
     std::lock_guard lock(root.mutex);
     const auto [known, added] = root.flattened.try_emplace(name, axis);
-    TESSERA_CHECK_VALUE(known->second.digits == axis.digits, "cannot name the flattened ", state_->text(),
+    TESSERA_CHECK_VALUE(known->second.digits == axis.digits, "Cannot name the flattened ", state_->text(),
                         " ", quote(name),
-                        ": that is already the name of other flattened dims; choose another name");
+                        ": that is already the name of other flattened dims; choose another name.");
   }
   return DeviceMesh(std::make_shared<State>(state_->root, std::vector<Axis>{std::move(axis)},
                                             Names{std::move(name)}, state_->anchor()));
@@ -673,20 +678,20 @@ DeviceMesh DeviceMesh::flatten(std::string name) const {
 
 DeviceMesh DeviceMesh::unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names) const {
   const size_t position = state_->position(dim);
-  const std::string what = c10::str("cannot unflatten dim ", state_->name(position), " of ", state_->text());
+  const std::string what = c10::str("Cannot unflatten dim ", state_->name(position), " of ", state_->text());
   check_sizes(sizes);
   TESSERA_CHECK_VALUE(product(sizes) == state_->shape[position], what, " into ", sizes, ": the product is ",
-                      product(sizes), ", expected ", state_->shape[position]);
+                      product(sizes), ", expected ", state_->shape[position], ".");
   TESSERA_CHECK_VALUE(names.size() == sizes.size() || (names.empty() && state_->names.empty()), what,
                       " into ", sizes, ": expected ", sizes.size(), " names, but got ", names.size(), ": ",
-                      quote(names));
+                      quote(names), ".");
   TESSERA_CHECK_VALUE(!state_->names.empty() || names.empty() || ndim() == 1, what, " into dims named ",
-                      quote(names), ": the other dims have no names");
+                      quote(names), ": the other dims have no names.");
   const auto parts = split(state_->axes[position], sizes);
   TESSERA_CHECK_VALUE(
       parts, what, " into ", sizes,
       ": it was flattened from dims that do not lie next to each other in the root, and these "
-      "sizes cut across them");
+      "sizes cut across them.");
 
   std::vector<Axis> axes = state_->axes;
   axes.erase(axes.begin() + position);
@@ -730,8 +735,8 @@ DeviceMesh init_device_mesh(at::DeviceType device, at::IntArrayRef shape, Device
 
 DeviceMesh current_mesh() {
   TESSERA_CHECK(has_current_mesh(),
-                "no mesh is given and this thread has no current one: pass a mesh, or keep a "
-                "tessera::MeshScope scope(mesh) alive around the call");
+                "No mesh is given and this thread has no current one: pass a mesh, or keep a "
+                "tessera::MeshScope scope(mesh) alive around the call.");
   return mesh_stack().back();
 }
 

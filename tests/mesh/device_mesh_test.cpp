@@ -413,7 +413,7 @@ TEST(DeviceMesh, UnflattensDimsThatAreNotNeighboursWhereTheyDivide) {
         message_of([&] {
           apart.unflatten(0, {3, 4}, {"x", "y"});
         }),
-        HasSubstr("cannot unflatten dim 'c_b' of mesh(c_b=12) into [3, 4]: it was flattened from dims"));
+        HasSubstr("Cannot unflatten dim 'c_b' of mesh(c_b=12) into [3, 4]: it was flattened from dims"));
   }
 }
 
@@ -445,7 +445,7 @@ TEST(DeviceMesh, ConcatenatesSlicesThatThisRankIsNotIn) {
   EXPECT_THAT(message_of([&] {
                 DeviceMesh::concatenate({mesh["b"], c});
               }),
-              HasSubstr("cannot concatenate mesh(b=2) and mesh(c=2): no slice of their root holds both"));
+              HasSubstr("Cannot concatenate mesh(b=2) and mesh(c=2): no slice of their root holds both"));
 }
 
 TEST(DeviceMesh, AFlattenedDimIsKnownWhereverItsDimsAre) {
@@ -461,13 +461,13 @@ TEST(DeviceMesh, AFlattenedDimIsKnownWhereverItsDimsAre) {
   EXPECT_THAT(message_of([&] {
                 (mesh[{"dp", "cp"}]["dp_tp"]);
               }),
-              HasSubstr("the flattened dim 'dp_tp' is made of dims that are not in mesh(dp=2, cp=2)"));
+              HasSubstr("The flattened dim 'dp_tp' is made of dims that are not in mesh(dp=2, cp=2)"));
   EXPECT_THAT(message_of([&] { mesh["dp_cp"]; }),
-              HasSubstr("there is no dim 'dp_cp' in mesh(pp=2, dp=2, cp=2, tp=2) nor among its flattened "
+              HasSubstr("There is no dim 'dp_cp' in mesh(pp=2, dp=2, cp=2, tp=2) nor among its flattened "
                         "dims: 'dp_tp'"));
-  EXPECT_THAT(message_of([&] { mesh.dim_index("dp_tp"); }), HasSubstr("there is no dim 'dp_tp'"));
+  EXPECT_THAT(message_of([&] { mesh.dim_index("dp_tp"); }), HasSubstr("There is no dim 'dp_tp'"));
   const DeviceMesh other = init_device_mesh(at::kCPU, {16}, {"world"}, world.world());
-  EXPECT_THAT(message_of([&] { other["dp_tp"]; }), HasSubstr("there is no dim 'dp_tp' in mesh(world=16)"));
+  EXPECT_THAT(message_of([&] { other["dp_tp"]; }), HasSubstr("There is no dim 'dp_tp' in mesh(world=16)"));
 }
 
 TEST(DeviceMesh, FlattenRefusesNamesThatAreTaken) {
@@ -475,7 +475,7 @@ TEST(DeviceMesh, FlattenRefusesNamesThatAreTaken) {
   EXPECT_THAT(message_of([&] {
                 mesh[{"dp", "cp"}].flatten("tp");
               }),
-              HasSubstr("cannot name the flattened mesh(dp=2, cp=2) 'tp': that is a dim of mesh(dp=2, cp=2, "
+              HasSubstr("Cannot name the flattened mesh(dp=2, cp=2) 'tp': that is a dim of mesh(dp=2, cp=2, "
                         "tp=2)"));
   EXPECT_THAT(message_of([&] { mesh["dp"].flatten("cp"); }), HasSubstr("'cp'"));
   mesh[{"dp", "cp"}].flatten("outer");
@@ -493,7 +493,7 @@ TEST(DeviceMesh, FlattenRefusesNamesThatAreTaken) {
               HasSubstr("that is a dim of mesh(x=2, y=1)"));
   const DeviceMesh nameless = init_device_mesh(at::kCPU, {2, 2}, {}, mesh.world());
   EXPECT_THAT(message_of([&] { nameless.flatten(); }),
-              HasSubstr("the dims of mesh(2, 2) have no names to join"));
+              HasSubstr("The dims of mesh(2, 2) have no names to join"));
 }
 
 TEST(DeviceMesh, SlicesByOneNameOrMany) {
@@ -517,34 +517,34 @@ TEST(DeviceMesh, SlicesRefuseWrongOrderOverlapAndUnknownNames) {
       message_of([&] {
         (mesh[{"tp", "dp"}]);
       }),
-      AllOf(HasSubstr("cannot slice mesh(dp=2, cp=2, tp=2) by 'tp', 'dp': the names must be in the order"),
+      AllOf(HasSubstr("Cannot slice mesh(dp=2, cp=2, tp=2) by 'tp', 'dp': the names must be in the order"),
             HasSubstr("DeviceMesh::concatenate")));
   EXPECT_THAT(message_of([&] { (mesh[{"tp", "dp_cp"}]); }), HasSubstr("by 'tp', 'dp_cp': the names must be"));
   EXPECT_THAT(message_of([&] { (mesh[{"dp_tp", "cp"}]); }), HasSubstr("by 'dp_tp', 'cp': the names must be"));
   EXPECT_THAT(message_of([&] { (mesh[{"dp", "dp"}]); }), HasSubstr("'dp' and 'dp' overlap"));
   EXPECT_THAT(message_of([&] { (mesh[{"dp_cp", "cp"}]); }), HasSubstr("'dp_cp' and 'cp' overlap"));
   EXPECT_THAT(message_of([&] { (mesh[{"dp_cp", "dp_tp"}]); }), HasSubstr("'dp_cp' and 'dp_tp' overlap"));
-  EXPECT_THAT(message_of([&] { mesh["pp"]; }), HasSubstr("there is no dim 'pp' in mesh(dp=2, cp=2, tp=2)"));
-  EXPECT_THAT(message_of([&] { mesh["dp"]["tp"]; }), HasSubstr("there is no dim 'tp' in mesh(dp=2)"));
+  EXPECT_THAT(message_of([&] { mesh["pp"]; }), HasSubstr("There is no dim 'pp' in mesh(dp=2, cp=2, tp=2)"));
+  EXPECT_THAT(message_of([&] { mesh["dp"]["tp"]; }), HasSubstr("There is no dim 'tp' in mesh(dp=2)"));
   EXPECT_THAT(message_of([&] { mesh[Names{}]; }), HasSubstr("needs the name of at least one dim"));
   EXPECT_THAT(message_of([&] { init_device_mesh(at::kCPU, {2}, {}, mesh.world())["dp"]; }),
-              HasSubstr("there is no dim 'dp' in mesh(2)"));
+              HasSubstr("There is no dim 'dp' in mesh(2)"));
 }
 
 TEST(DeviceMesh, ConcatenateRefusesStrangersAndOverlap) {
   const auto world = fake_world(0, 16);
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2, 2}, {"dp", "cp", "tp"}, world);
-  EXPECT_THAT(message_of([] { DeviceMesh::concatenate({}); }), HasSubstr("no meshes"));
+  EXPECT_THAT(message_of([] { DeviceMesh::concatenate({}); }), HasSubstr("No meshes"));
   EXPECT_THAT(message_of([&] {
                 DeviceMesh::concatenate({mesh[{"dp", "cp"}], mesh["cp"]});
               }),
-              HasSubstr("cannot concatenate mesh(dp=2, cp=2) and mesh(cp=2): dim 'cp' of the latter overlaps "
+              HasSubstr("Cannot concatenate mesh(dp=2, cp=2) and mesh(cp=2): dim 'cp' of the latter overlaps "
                         "dim 'cp'"));
   const DeviceMesh larger = init_device_mesh(at::kCPU, {2, 8}, {"x", "y"}, world);
   EXPECT_THAT(message_of([&] {
                 DeviceMesh::concatenate({mesh["dp"], larger["y"]});
               }),
-              HasSubstr("cannot concatenate mesh(dp=2) and mesh(y=8): they are not cut from the same root"));
+              HasSubstr("Cannot concatenate mesh(dp=2) and mesh(y=8): they are not cut from the same root"));
   const DeviceMesh meta = init_device_mesh(at::kMeta, {2, 2, 2}, {"dp", "cp", "tp"}, world);
   EXPECT_THAT(message_of([&] { DeviceMesh::concatenate({mesh["dp"], meta["cp"]}); }), HasSubstr("same root"));
   const DeviceMesh elsewhere = init_device_mesh(at::kCPU, {2, 2, 2}, {"dp", "cp", "tp"}, fake_world(0, 16));
@@ -571,12 +571,12 @@ TEST(DeviceMesh, UnflattenRefusesWhatDoesNotFit) {
       message_of([&] {
         mesh.unflatten("tp", {2, 2}, {"x", "y"});
       }),
-      HasSubstr("cannot unflatten dim 'tp' of mesh(dp=2, tp=6) into [2, 2]: the product is 4, expected 6"));
+      HasSubstr("Cannot unflatten dim 'tp' of mesh(dp=2, tp=6) into [2, 2]: the product is 4, expected 6"));
   EXPECT_THAT(message_of([&] { mesh.unflatten("pp", {2, 3}, {"x", "y"}); }), HasSubstr("no dim 'pp'"));
   EXPECT_THAT(message_of<c10::IndexError>([&] {
                 mesh.unflatten(2, {2, 3}, {"x", "y"});
               }),
-              HasSubstr("mesh dim 2 is out of range for mesh(dp=2, tp=6): expected -2 to 1"));
+              HasSubstr("Mesh dim 2 is out of range for mesh(dp=2, tp=6): expected -2 to 1"));
   EXPECT_THAT(message_of([&] {
                 mesh.unflatten(1, {2, 3}, {"x"});
               }),
@@ -591,7 +591,7 @@ TEST(DeviceMesh, UnflattenRefusesWhatDoesNotFit) {
       message_of([&] {
         nameless.unflatten(1, {2, 3}, {"x", "y"});
       }),
-      HasSubstr("cannot unflatten dim 1 of mesh(2, 6) into dims named 'x', 'y': the other dims have no "
+      HasSubstr("Cannot unflatten dim 1 of mesh(2, 6) into dims named 'x', 'y': the other dims have no "
                 "names"));
 }
 
@@ -600,15 +600,15 @@ TEST(DeviceMesh, RefusesWrongShapesRanksNamesAndDevices) {
   const auto make = [&](Ints shape, Ints ranks, Names names = {}) {
     return message_of([&] { DeviceMesh(at::kCPU, shape, ranks, names, world); });
   };
-  EXPECT_THAT(make({2, 2}, {0, 1, 2}), HasSubstr("a mesh of shape [2, 2] has 4 ranks, but 3 are given"));
+  EXPECT_THAT(make({2, 2}, {0, 1, 2}), HasSubstr("A mesh of shape [2, 2] has 4 ranks, but 3 are given"));
   EXPECT_THAT(make({}, {0}), HasSubstr("at least one dim"));
-  EXPECT_THAT(make({2, 0}, {}), HasSubstr("mesh dim 1 of shape [2, 0] has size 0"));
-  EXPECT_THAT(make({-1}, {0}), HasSubstr("mesh dim 0 of shape [-1] has size -1"));
-  EXPECT_THAT(make({2}, {0, 4}), HasSubstr("rank 4 of the mesh is not in the world, whose ranks are 0 to 3"));
-  EXPECT_THAT(make({2}, {-1, 0}), HasSubstr("rank -1 of the mesh is not in the world"));
-  EXPECT_THAT(make({3}, {2, 0, 2}), HasSubstr("rank 2 is in the mesh more than once"));
+  EXPECT_THAT(make({2, 0}, {}), HasSubstr("Mesh dim 1 of shape [2, 0] has size 0"));
+  EXPECT_THAT(make({-1}, {0}), HasSubstr("Mesh dim 0 of shape [-1] has size -1"));
+  EXPECT_THAT(make({2}, {0, 4}), HasSubstr("Rank 4 of the mesh is not in the world, whose ranks are 0 to 3"));
+  EXPECT_THAT(make({2}, {-1, 0}), HasSubstr("Rank -1 of the mesh is not in the world"));
+  EXPECT_THAT(make({3}, {2, 0, 2}), HasSubstr("Rank 2 is in the mesh more than once"));
   EXPECT_THAT(make({2, 2}, {0, 1, 2, 3}, {"dp"}), HasSubstr("has 2 dims, but 1 names are given: 'dp'"));
-  EXPECT_THAT(make({2, 2}, {0, 1, 2, 3}, {"dp", ""}), HasSubstr("the name of mesh dim 1 is empty"));
+  EXPECT_THAT(make({2, 2}, {0, 1, 2, 3}, {"dp", ""}), HasSubstr("The name of mesh dim 1 is empty"));
   EXPECT_THAT(make({2, 2}, {0, 1, 2, 3}, {"dp", "dp"}), HasSubstr("'dp' is repeated"));
   for (const std::string name : {"1a", "a b", "a-b", "a=2", "a,b", "(a)", "\xc3\xa9", " ", "a.b"}) {
     EXPECT_THAT(make({2}, {0, 1}, {name}), HasSubstr("'" + name + "' is no identifier"));
@@ -641,7 +641,7 @@ TEST(DeviceMesh, MustFitIntoTheWorld) {
   EXPECT_THAT(message_of([] {
                 init_device_mesh(at::kCPU, {2, 4}, {}, fake_world(0, 6));
               }),
-              HasSubstr("a mesh of shape [2, 4] needs 8 ranks, but the world has only 6"));
+              HasSubstr("A mesh of shape [2, 4] needs 8 ranks, but the world has only 6"));
   const int64_t huge = int64_t{1} << 40;
   EXPECT_THAT(message_of([&] {
                 init_device_mesh(at::kCPU, {huge, huge}, {}, fake_world(0, 6));
@@ -662,18 +662,18 @@ TEST(DeviceMesh, UsesTheCurrentWorldUnlessGivenOne) {
 TEST(DeviceMesh, RanksOutsideGetClearErrors) {
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"}, fake_world(5, 6));
   EXPECT_FALSE(mesh.is_member());
-  const auto says = HasSubstr("rank 5 is not in this mesh(dp=2, tp=2)");
+  const auto says = HasSubstr("Rank 5 is not in this mesh(dp=2, tp=2)");
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.get_group("dp"); }), says);
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.get_group({"dp", "tp"}); }), says);
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.get_all_groups(); }), says);
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.get_local_rank("dp"); }), says);
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.ranks_along("dp"); }), says);
   EXPECT_THAT(message_of<c10::Error>([&] { mesh["dp"].get_group(); }),
-              HasSubstr("rank 5 is not in this mesh(dp=2), so it has no group there; ask is_member() first"));
+              HasSubstr("Rank 5 is not in this mesh(dp=2), so it has no group there; ask is_member() first"));
   EXPECT_THAT(message_of<c10::Error>([&] { mesh.flatten().get_group(); }), HasSubstr("mesh(dp_tp=4)"));
   const DeviceMesh inside = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"}, fake_world(0, 4));
   EXPECT_THAT(message_of<c10::Error>([&] { inside.submeshes("tp")[1].get_group(); }),
-              HasSubstr("rank 0 is not in this mesh(tp=2)"));
+              HasSubstr("Rank 0 is not in this mesh(tp=2)"));
 }
 
 TEST(DeviceMesh, SaysWhichDimItNeeds) {
@@ -684,15 +684,18 @@ TEST(DeviceMesh, SaysWhichDimItNeeds) {
   EXPECT_EQ(mesh["dp"].get_local_rank(), 1);
   EXPECT_THAT(message_of([&] { mesh.get_group("pp"); }), HasSubstr("no dim 'pp' in mesh(dp=2, tp=2)"));
   EXPECT_THAT(message_of<c10::IndexError>([&] { mesh.get_group(-3); }),
-              HasSubstr("mesh dim -3 is out of range for mesh(dp=2, tp=2): expected -2 to 1"));
-  EXPECT_THAT(message_of([&] { mesh.get_group(std::vector<MeshDim>{}); }), HasSubstr("no dims"));
-  EXPECT_THAT(message_of([&] { mesh.get_group({"dp", 0}); }), HasSubstr("dims number 0 and 1"));
+              HasSubstr("Mesh dim -3 is out of range for mesh(dp=2, tp=2): expected -2 to 1"));
+  EXPECT_THAT(message_of([&] { mesh.get_group(std::vector<MeshDim>{}); }), HasSubstr("No dims"));
+  EXPECT_THAT(message_of([&] {
+                mesh.get_group({"dp", 0});
+              }),
+              HasSubstr("There is no group along 'dp' and 0 of mesh(dp=2, tp=2): they overlap."));
   EXPECT_THAT(message_of([&] { mesh.rank_at({1}); }),
-              HasSubstr("the coordinate [1] has 1 places, but mesh(dp=2, tp=2) has 2 dims"));
+              HasSubstr("The coordinate [1] has 1 places, but mesh(dp=2, tp=2) has 2 dims"));
   EXPECT_THAT(message_of<c10::IndexError>([&] {
                 mesh.rank_at({0, 2});
               }),
-              HasSubstr("the coordinate [0, 2] is out of range along dim 'tp' of mesh(dp=2, tp=2)"));
+              HasSubstr("The coordinate [0, 2] is out of range along dim 'tp' of mesh(dp=2, tp=2)"));
   EXPECT_THROW(mesh.rank_at({-1, 0}), c10::IndexError);
 }
 
@@ -755,7 +758,11 @@ TEST(DeviceMesh, DimsMayBeAnyInteger) {
 }
 
 TEST(DeviceMesh, SpansVeryManyRanks) {
-  const auto world = fake_world(54'321, 100'000);
+  WorldOptions options;
+  options.rank = 54'321;
+  options.size = 100'000;
+  options.backend = "gloo";
+  const auto world = std::make_shared<World>(options);
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {10, 100, 100}, {"pp", "dp", "tp"}, world);
   EXPECT_EQ(mesh.size(), 100'000);
   EXPECT_EQ(*mesh.get_coordinate(), (Ints{5, 43, 21}));
@@ -772,6 +779,9 @@ TEST(DeviceMesh, SpansVeryManyRanks) {
   const DeviceMesh reversed(at::kCPU, {1000, 100}, ranks, {"dp", "tp"}, world);
   EXPECT_EQ(*reversed.get_coordinate(), (Ints{456, 78}));
   EXPECT_EQ(reversed.mesh()[456][78].item<int64_t>(), 54'321);
+
+  // This world cannot make any group for want of a store, and was not asked for one.
+  EXPECT_THAT(message_of<c10::Error>([&] { mesh.get_group("tp"); }), HasSubstr("store"));
 }
 
 TEST(DeviceMesh, SharesGroupsWithAllMeshesOfTheSameRanks) {
@@ -814,16 +824,16 @@ TEST(FromGroup, RefusesWhatDoesNotFit) {
     return message_of([&] { DeviceMesh::from_group(group, at::kCPU, ranks, {"dp"}, world); });
   };
   EXPECT_THAT(make(world->group({1, 5}, at::kCPU), {5, 1}),
-              HasSubstr("the group is of ranks [1, 5], but the ranks given are [5, 1]"));
+              HasSubstr("The group is of ranks [1, 5], but the ranks given are [5, 1]"));
   EXPECT_THAT(make(foreign_group(0, 2), {}), HasSubstr("does not know its ranks: pass them"));
-  EXPECT_THAT(make(nullptr, {}), HasSubstr("neither a group nor its ranks"));
-  EXPECT_THAT(make(nullptr, {5, 6}), HasSubstr("the group given for mesh dim 'dp' is null"));
+  EXPECT_THAT(make(nullptr, {}), HasSubstr("Neither a group nor its ranks"));
+  EXPECT_THAT(make(nullptr, {5, 6}), HasSubstr("The group given for mesh dim 'dp' is null"));
   EXPECT_THAT(
       make(foreign_group(0, 2), {5, 6, 7}),
-      HasSubstr("the group given for mesh dim 'dp' has 2 ranks, but mesh(dp=3) has 3 along that dim"));
+      HasSubstr("The group given for mesh dim 'dp' has 2 ranks, but mesh(dp=3) has 3 along that dim"));
   EXPECT_THAT(make(foreign_group(1, 2), {5, 6}),
-              HasSubstr("rank 5 is number 1 in the group given for mesh dim 'dp', but number 0 along"));
-  EXPECT_THAT(make(foreign_group(1, 2), {6, 7}), HasSubstr("rank 5 is not among the ranks of mesh(dp=2)"));
+              HasSubstr("Rank 5 is number 1 in the group given for mesh dim 'dp', but number 0 along"));
+  EXPECT_THAT(make(foreign_group(1, 2), {6, 7}), HasSubstr("Rank 5 is not among the ranks of mesh(dp=2)"));
 }
 
 TEST(FromGroups, UsesTheGroupsGivenHoweverItIsCut) {
@@ -859,7 +869,7 @@ TEST(FromGroups, RefusesWhatDoesNotFit) {
   const Group dp = foreign_group(1, 2);
   EXPECT_THAT(make({dp}), HasSubstr("mesh(dp=2, tp=3) has 2 dims, but 1 groups are given"));
   EXPECT_THAT(make({}), HasSubstr("has 2 dims, but 0 groups are given"));
-  EXPECT_THAT(make({dp, nullptr}), HasSubstr("the group given for mesh dim 'tp' is null"));
+  EXPECT_THAT(make({dp, nullptr}), HasSubstr("The group given for mesh dim 'tp' is null"));
   EXPECT_THAT(make({dp, foreign_group(1, 2)}), HasSubstr("mesh dim 'tp' has 2 ranks"));
   EXPECT_THAT(make({dp, foreign_group(2, 3)}), HasSubstr("mesh dim 'tp', but number 1"));
   EXPECT_THAT(make({dp, world->group({3, 4, 6}, at::kCPU)}),
@@ -870,7 +880,7 @@ TEST(FromGroups, RefusesWhatDoesNotFit) {
   EXPECT_THAT(message_of([&] {
                 DeviceMesh::from_groups({dp, dp}, at::kCPU, ranks, {}, outside);
               }),
-              HasSubstr("rank 7 is not among the ranks of mesh(2, 3)"));
+              HasSubstr("Rank 7 is not among the ranks of mesh(2, 3)"));
 }
 
 TEST(DeviceMesh, MayBeUsedFromSeveralThreads) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/export.h>
+
 #include <chrono>
 #include <functional>
 #include <map>
@@ -8,8 +10,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-#include <tessera/export.h>
 
 #include <c10/core/DeviceType.h>
 #include <c10/util/ArrayRef.h>
@@ -103,6 +103,9 @@ class TESSERA_API World {
   mutable std::mutex mutex_;
   std::map<GroupKey, Group> groups_;
 };
+
+/// What a rank that failed left in a world's store for the others; empty if none did.
+std::string failure_in(c10d::Store& store);
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process
 /// (`init_process_group`). An error that says what to do if there is none.

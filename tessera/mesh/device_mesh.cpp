@@ -298,7 +298,7 @@ struct DeviceMesh::State {
   int64_t offset;  // the flat index of the first rank
   std::optional<std::vector<int64_t>> coordinate;
   size_t hash;
-  // What the world gave for each dim. It keeps its groups, and the root keeps it.
+  // Each dim's once it was asked for, kept alive by the axis or the world.
   mutable std::vector<std::atomic<c10d::ProcessGroup*>> groups;
 
   /// The mesh along `axes` that holds the flat index `anchor`.
@@ -393,7 +393,6 @@ struct DeviceMesh::State {
 
   Group group(size_t position) const {
     member_index("group");
-    if (axes[position].group) return axes[position].group;
     c10d::ProcessGroup* known = groups[position].load(std::memory_order_acquire);
     if (known) return Group::reclaim_copy(known);
     Group made = group(axes[position]);

@@ -458,13 +458,15 @@ TEST(DeviceMesh, AFlattenedDimIsKnownWhereverItsDimsAre) {
   EXPECT_EQ(mesh["dp_tp"], dp_tp);
   EXPECT_EQ((mesh[{"dp", "cp", "tp"}]["dp_tp"]), dp_tp);
   EXPECT_EQ((mesh[{"pp", "dp_tp"}].ranks()), (Ints{0, 1, 4, 5, 8, 9, 12, 13}));
+  const DeviceMesh cp_tp = mesh[{"cp", "tp"}].flatten();
+  EXPECT_EQ(DeviceMesh::concatenate({mesh["tp"], mesh["cp"]})["cp_tp"], cp_tp);
   EXPECT_THAT(message_of([&] {
                 (mesh[{"dp", "cp"}]["dp_tp"]);
               }),
               HasSubstr("The flattened dim 'dp_tp' is made of dims that are not in mesh(dp=2, cp=2)"));
   EXPECT_THAT(message_of([&] { mesh["dp_cp"]; }),
               HasSubstr("There is no dim 'dp_cp' in mesh(pp=2, dp=2, cp=2, tp=2) nor among its flattened "
-                        "dims: 'dp_tp'"));
+                        "dims: 'cp_tp', 'dp_tp'."));
   EXPECT_THAT(message_of([&] { mesh.dim_index("dp_tp"); }), HasSubstr("There is no dim 'dp_tp'"));
   const DeviceMesh other = init_device_mesh(at::kCPU, {16}, {"world"}, world.world());
   EXPECT_THAT(message_of([&] { other["dp_tp"]; }), HasSubstr("There is no dim 'dp_tp' in mesh(world=16)"));

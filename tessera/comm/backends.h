@@ -24,7 +24,7 @@ class Hub;
 
 /// What the maker of a group's backend is told.
 struct BackendRequest {
-  c10::intrusive_ptr<c10d::Store> store;  // this group's own; null on the fake backend
+  c10::intrusive_ptr<c10d::Store> store;  // this group's own; null if the world has none
   std::vector<int64_t> ranks;             // the members, as ranks of the world
   int64_t member = 0;                     // which of them this rank is
   std::string name;                       // of the group; the same on all members
@@ -39,8 +39,9 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const Bac
 /// "threads", "gloo", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
 TESSERA_API void register_backend(const std::string& name, BackendFactory factory);
 
-/// Throws, listing the known names, if `name` is none of them.
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendRequest& request);
+/// Makes one by name, for instance to wrap it. Throws, listing the known names, if `name` is none of them.
+TESSERA_API c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
+                                                           const BackendRequest& request);
 
 // The built-in makers, each where its transport is.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);

@@ -15,9 +15,12 @@ namespace {
 
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-Backend backend_of(const Group& group, at::DeviceType device) {
+/// The backend of the group for where `tensor` is.
+Backend backend_of(const Group& group, const at::Tensor& tensor) {
   TESSERA_CHECK_VALUE(group, "A collective was called on no group.");
-  return group->getBackend(device);
+  TESSERA_CHECK_VALUE(tensor.defined(),
+                      "A collective was given an undefined tensor; pass one of zero elements instead.");
+  return group->getBackend(tensor.device().type());
 }
 
 /// Whether the backend takes what we take. All others are transports, which take less.
@@ -105,7 +108,8 @@ Pending exchange(const Tensors& outputs, const Tensors& inputs, const Group& gro
     in.narrow(0, offset, in_sizes[i]).copy_(bytes_of(inputs[i]));
     offset += in_sizes[i];
   }
-  auto work = backend->alltoall_base(out, in, out_sizes, in_sizes);
+  auto out_splits = out_sizes;  // gloo keeps the vectors it is given, so they come back empty
+  auto work = backend->alltoall_base(out, in, out_splits, in_sizes);
   return Pending(group, std::move(work), [=, finish = std::move(finish)] {
     int64_t start = 0;
     for (size_t i = 0; i < outputs.size(); ++i) {
@@ -161,7 +165,7 @@ void Pending::wait() {
 }
 
 Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& group) {
-  const auto backend = backend_of(group, tensor.device().type());
+  const auto backend = backend_of(group, tensor);
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
@@ -190,7 +194,7 @@ Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& gr
 }
 
 Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group& group) {
-  const auto backend = backend_of(group, input.device().type());
+  const auto backend = backend_of(group, input);
   check_size(outputs, group, "all_gather");
   std::vector<Tensors> lists{outputs};
   Tensors inputs{input};
@@ -209,7 +213,7 @@ Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group&
 }
 
 Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const Group& group) {
-  const auto backend = backend_of(group, input.device().type());
+  const auto backend = backend_of(group, input);
   at::Tensor out = output, in = input;
   if (takes_all(backend)) return Pending(group, backend->_allgather_base(out, in));
   TESSERA_CHECK_VALUE(
@@ -226,7 +230,7 @@ Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const
 
 Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ReduceOp& op,
                        const Group& group) {
-  const auto backend = backend_of(group, output.device().type());
+  const auto backend = backend_of(group, output);
   check_size(inputs, group, "reduce_scatter");
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
@@ -250,7 +254,7 @@ Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const Re
 
 Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
                             const Group& group) {
-  const auto backend = backend_of(group, output.device().type());
+  const auto backend = backend_of(group, output);
   at::Tensor out = output, in = input;
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
@@ -273,7 +277,7 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
 Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& group) {
   check_size(outputs, group, "all_to_all");
   check_size(inputs, group, "all_to_all");
-  const auto backend = backend_of(group, inputs[0].device().type());
+  const auto backend = backend_of(group, inputs[0]);
   Tensors outs = outputs, ins = inputs;
   if (takes_all(backend)) return Pending(group, backend->alltoall(outs, ins));
   const at::NoGradGuard no_grad;
@@ -281,7 +285,7 @@ Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& g
 }
 
 Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
-  const auto backend = backend_of(group, tensor.device().type());
+  const auto backend = backend_of(group, tensor);
   c10d::BroadcastOptions options;
   options.rootRank = root;
   Tensors tensors{tensor};
@@ -295,7 +299,7 @@ Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
 }
 
 Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const Group& group) {
-  const auto backend = backend_of(group, tensor.device().type());
+  const auto backend = backend_of(group, tensor);
   if (takes_all(backend)) {
     c10d::ReduceOptions options;
     options.reduceOp = op;
@@ -318,7 +322,7 @@ Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const
 }
 
 Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, const Group& group) {
-  const auto backend = backend_of(group, input.device().type());
+  const auto backend = backend_of(group, input);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(outputs, group, "gather");
   if (takes_all(backend)) {
@@ -336,7 +340,7 @@ Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, co
 }
 
 Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, const Group& group) {
-  const auto backend = backend_of(group, output.device().type());
+  const auto backend = backend_of(group, output);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(inputs, group, "scatter");
   if (takes_all(backend)) {
@@ -360,13 +364,13 @@ Pending barrier(const Group& group) {
 }
 
 Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag) {
-  const auto backend = backend_of(group, tensor.device().type());
+  const auto backend = backend_of(group, tensor);
   Tensors tensors{takes_all(backend) ? tensor : bytes_of(tensor)};
   return Pending(group, backend->send(tensors, static_cast<int>(to), tag));
 }
 
 Pending recv(const at::Tensor& tensor, int64_t from, const Group& group, int tag) {
-  const auto backend = backend_of(group, tensor.device().type());
+  const auto backend = backend_of(group, tensor);
   Tensors tensors{tensor};
   if (takes_all(backend)) return Pending(group, backend->recv(tensors, static_cast<int>(from), tag));
   const at::NoGradGuard no_grad;

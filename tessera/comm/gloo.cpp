@@ -1,10 +1,14 @@
 #include <tessera/comm/backends.h>
+#include <tessera/error.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace tessera {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  TESSERA_CHECK(request.store,
+                "The \"gloo\" backend needs a store through which the processes find one another; set "
+                "WorldOptions::store.");
   // The interfaces named in GLOO_SOCKET_IFNAME, else the one that the host name resolves to.
   auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
   options->group_name = request.name;

@@ -27,8 +27,9 @@ namespace threads {
 class Hub;
 }
 
-/// Ranks that communicate with one another, as any c10d code knows them. Only declared here, as its definition
-/// takes long to compile: include tessera/comm/collectives.h, or c10d's ProcessGroup.hpp, to use one.
+/// Ranks that communicate with one another, as any c10d code knows them. Only declared here, as its
+/// definition takes long to compile: include tessera/comm/collectives.h, or c10d's ProcessGroup.hpp, to use
+/// one.
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// No wait in Tessera is longer than this unless a longer one was asked for.

@@ -165,9 +165,7 @@ void Exchange::wait(int64_t member, uint64_t number, std::chrono::milliseconds t
                    missing(number)));
     while (!done()) std::this_thread::yield();  // it may have been opened at the last moment
   }
-  if (lost)
-    throw_aborted(member,
-                  c10::str(what(), ", collective ", number, " of group ", c10::IntArrayRef(members_)));
+  if (lost) throw_aborted(member, c10::str(what(), " (collective ", number, ")"));
   if (has_failures_) [[unlikely]] {
     std::lock_guard lock(mutex_);
     const auto failure = failures_.find(number);
@@ -223,7 +221,8 @@ bool Exchange::has_left(int64_t member) const {
 
 void Exchange::throw_aborted(int64_t member, const std::string& what) const {
   std::lock_guard lock(mutex_);
-  throw PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, ": ", reason_, "."));
+  throw PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, " of group ",
+                           c10::IntArrayRef(members_), ": ", reason_, "."));
 }
 
 }  // namespace tessera::threads

@@ -1,0 +1,34 @@
+# Finds libtorch and gives the target `torch`.
+#
+# libtorch's own CMake files refuse to work where libtorch was built with CUDA but the machine has no CUDA toolkit, as is usual
+# where torch came from pip. There, libtorch is used by hand, for CPU tensors; the nccl backend is then left out.
+include_guard(GLOBAL)
+
+set(TESSERA_TORCH_DIR "")
+find_file(TESSERA_TORCH_CONFIG TorchConfig.cmake PATH_SUFFIXES share/cmake/Torch NO_CACHE
+          PATHS "${Torch_DIR}" NO_CMAKE_FIND_ROOT_PATH)
+if(TESSERA_TORCH_CONFIG)
+  get_filename_component(TESSERA_TORCH_DIR "${TESSERA_TORCH_CONFIG}/../../../.." ABSOLUTE)
+endif()
+
+if(EXISTS "${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so")
+  find_package(CUDAToolkit QUIET)
+  if(NOT CUDAToolkit_FOUND)
+    set(TESSERA_TORCH_BY_HAND ON)
+    message(STATUS "libtorch has CUDA, but there is no CUDA toolkit: building for CPU tensors, without nccl")
+  endif()
+endif()
+
+if(TESSERA_TORCH_BY_HAND)
+  if(NOT TESSERA_TORCH_DIR)
+    message(FATAL_ERROR "libtorch was not found; name its folder in CMAKE_PREFIX_PATH")
+  endif()
+  add_library(torch INTERFACE IMPORTED GLOBAL)
+  target_include_directories(torch SYSTEM INTERFACE "${TESSERA_TORCH_DIR}/include"
+                                                    "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include")
+  target_compile_definitions(torch INTERFACE USE_C10D_GLOO USE_DISTRIBUTED USE_RPC USE_TENSORPIPE)
+  target_link_libraries(torch INTERFACE "${TESSERA_TORCH_DIR}/lib/libtorch.so" "${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so"
+                                        "${TESSERA_TORCH_DIR}/lib/libc10.so")
+else()
+  find_package(Torch 2.13 REQUIRED)
+endif()

@@ -1,0 +1,15 @@
+#pragma once
+
+/// Everything of Tessera in one include.
+
+#include <tessera/comm/backends.h>
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/environment.h>
+#include <tessera/comm/run.h>
+#include <tessera/comm/world.h>
+#include <tessera/mesh/device_mesh.h>
+#include <tessera/placement/chunk.h>
+#include <tessera/placement/layout.h>
+#include <tessera/placement/placement.h>
+#include <tessera/placement/spec.h>
+#include <tessera/placement/text.h>

@@ -10,11 +10,11 @@
 ///   TESSERA_CHECK        c10::Error       something went wrong, or cannot be done
 ///   TESSERA_CHECK_VALUE  c10::ValueError  an argument has a value that makes no sense
 ///   TESSERA_CHECK_INDEX  c10::IndexError  a dim, rank or position is out of range
-#define TESSERA_CHECK_AS(type, condition, ...)                        \
-  do {                                                                \
-    if (!(condition)) [[unlikely]] {                                  \
-      throw type(::c10::str(__VA_ARGS__), /*backtrace=*/nullptr);     \
-    }                                                                 \
+#define TESSERA_CHECK_AS(type, condition, ...)                    \
+  do {                                                            \
+    if (!(condition)) [[unlikely]] {                              \
+      throw type(::c10::str(__VA_ARGS__), /*backtrace=*/nullptr); \
+    }                                                             \
   } while (false)
 
 #define TESSERA_CHECK(condition, ...) TESSERA_CHECK_AS(::c10::Error, condition, __VA_ARGS__)

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/export.h>
+
 #include <chrono>
 #include <functional>
 #include <map>
@@ -8,8 +10,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-#include <tessera/export.h>
 
 #include <c10/core/DeviceType.h>
 #include <c10/util/ArrayRef.h>
@@ -27,7 +27,8 @@ namespace threads {
 class Hub;
 }
 
-/// Ranks that communicate with one another, as any c10d code knows them.
+/// Ranks that communicate with one another, as any c10d code knows them. Only declared here, as its definition
+/// takes long to compile: include tessera/comm/collectives.h, or c10d's ProcessGroup.hpp, to use one.
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// No wait in Tessera is longer than this unless a longer one was asked for.
@@ -40,10 +41,10 @@ struct WorldOptions {
   /// What carries the tensors: a name known to `register_backend`, or one per device type as in
   /// "cpu:gloo,cuda:nccl". Empty: "threads" where the ranks are threads of one process, else "gloo", for CPU
   /// tensors; "nccl" for CUDA tensors.
-  std::string backend;
+  std::string backend = {};
 
   /// Where processes find one another. Not needed by "fake".
-  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Store> store = {};
 
   std::chrono::milliseconds timeout = kDefaultTimeout;
 
@@ -53,7 +54,7 @@ struct WorldOptions {
   bool check_collectives = false;
 
   /// Set by `run`: the memory that rank threads share. Null for ranks that are processes.
-  std::shared_ptr<threads::Hub> hub;
+  std::shared_ptr<threads::Hub> hub = {};
 };
 
 /// One rank's view of the ranks that run a program together, and the maker of groups among them.
@@ -103,6 +104,9 @@ class TESSERA_API World {
   mutable std::mutex mutex_;
   std::map<GroupKey, Group> groups_;
 };
+
+/// What a rank that failed left in a world's store for the others; empty if none did.
+std::string failure_in(c10d::Store& store);
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process
 /// (`init_process_group`). An error that says what to do if there is none.

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <tessera/export.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace tessera {
+
+namespace threads {
+class Hub;
+}
+
+/// What the maker of a group's backend is told.
+struct BackendRequest {
+  c10::intrusive_ptr<c10d::Store> store;  // this group's own; null on the fake backend
+  std::vector<int64_t> ranks;             // the members, as ranks of the world
+  int64_t member = 0;                     // which of them this rank is
+  std::string name;                       // of the group; the same on all members
+  c10::DeviceType device = c10::DeviceType::CPU;
+  std::chrono::milliseconds timeout{};
+  std::shared_ptr<threads::Hub> hub;  // null where ranks are processes
+};
+
+using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)>;
+
+/// Makes a backend known by name, for WorldOptions::backend and RunOptions::backend. The built-in ones are
+/// "threads", "gloo", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
+TESSERA_API void register_backend(const std::string& name, BackendFactory factory);
+
+/// Throws, listing the known names, if `name` is none of them.
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendRequest& request);
+
+// The built-in makers, each where its transport is.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
+c10::intrusive_ptr<c10d::Backend> make_fake_backend(const BackendRequest& request);
+
+}  // namespace tessera

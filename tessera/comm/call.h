@@ -1,0 +1,147 @@
+#pragma once
+
+#include <tessera/export.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+/// What the ranks of a group ask for when they call a collective, whether their calls fit together, and what
+/// has to be moved and reduced to answer them. Pure: no ranks, no threads, no transport.
+namespace tessera {
+
+enum class Collective : uint8_t {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  barrier,
+};
+
+const char* name(Collective kind);
+const char* name(c10d::ReduceOp::RedOpType op);
+
+/// Elements in a row in memory.
+struct Buffer {
+  std::byte* data = nullptr;  // null where only sizes are compared
+  int64_t elements = 0;
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  uint64_t shape = 0;  // a hash; equal shapes have equal ones
+};
+
+/// One rank's side of a collective over n ranks. With k tensors at once (k > 1: coalesced), part j of
+/// tensor i stands at i * n + j:
+///
+///                    in                          out
+///   all_reduce       k tensors                   the same k
+///   reduce           k tensors                   the same k (root alone is written)
+///   broadcast        k tensors (root's is read)  the same k (others are written)
+///   all_gather       k tensors                   k * n parts, or k joined
+///   reduce_scatter   k * n parts, or k joined    k tensors
+///   all_to_all       n parts                     n parts
+///   gather           1 tensor                    n parts at the root, else none
+///   scatter          n parts at the root         1 tensor
+///   barrier          none                        none
+///
+/// A joined buffer holds the parts of all ranks one after the other; their sizes are the peers'.
+struct Call {
+  Collective kind = Collective::barrier;
+  bool joined = false;
+  int64_t root = -1;
+  c10d::ReduceOp::RedOpType op = c10d::ReduceOp::UNUSED;
+  double factor = 1;  // of PREMUL_SUM
+  c10::SmallVector<Buffer, 4> in;
+  c10::SmallVector<Buffer, 4> out;
+
+  /// What keeps the memory alive until the collective is done.
+  c10::SmallVector<at::Tensor, 2> tensors;
+  /// Words for the call if its tensors are elsewhere (the call of another process).
+  std::string text;
+};
+
+/// "all_reduce(sum, float[3, 4])": for errors.
+std::string describe(const Call& call);
+
+/// Every target becomes the reduction of the sources, in their order, element by element; with one source: a
+/// copy.
+struct Task {
+  int64_t elements = 0;
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  uint32_t first_source = 0, sources = 0;  // in Plan::pointers
+  uint32_t first_target = 0, targets = 0;
+};
+
+struct Plan {
+  std::vector<Task> tasks;  // none is empty
+  std::vector<std::byte*> pointers;
+  c10d::ReduceOp::RedOpType op = c10d::ReduceOp::UNUSED;
+  double factor = 1;
+
+  void clear();
+};
+
+/// The plan that answers the calls of all ranks of a group; calls[i] is member i's.
+/// Throws if they do not fit together: another collective, dtype, shape, root or reduction, or a part whose
+/// sender and receiver disagree on its size. The error shows both sides. `members[i]` is the name (world
+/// rank) of member i in it.
+void plan(std::span<const Call> calls, std::span<const int64_t> members, Plan& result);
+
+/// Turns the tensors of a c10d call into a Call. Where an output is not contiguous, or an input and an output
+/// share memory, others stand in for them, and `take_copy_back` says what to copy when the collective is
+/// done.
+class CallBuilder {
+ public:
+  /// What calls are to hold: the addresses of the data, or sizes only (then tensors are not touched at all).
+  enum class Content { data, sizes };
+
+  CallBuilder(Collective kind, Content content) : content_(content) { call_.kind = kind; }
+
+  CallBuilder& root(int64_t root);
+  CallBuilder& reduction(const c10d::ReduceOp& op);
+  CallBuilder& joined();
+  CallBuilder& in(const at::Tensor& tensor);
+  CallBuilder& in(at::TensorList tensors);
+  CallBuilder& out(const at::Tensor& tensor);
+  CallBuilder& out(at::TensorList tensors);
+  /// Read and written in place.
+  CallBuilder& in_out(const at::Tensor& tensor);
+  CallBuilder& in_out(at::TensorList tensors);
+  /// Parts of `tensor` along its first dim; equal ones if `sizes` is empty.
+  CallBuilder& in_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count);
+  CallBuilder& out_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count);
+
+  Call build();
+
+  /// (what the caller gave, what was written instead)
+  using CopyBack = std::vector<std::pair<at::Tensor, at::Tensor>>;
+  CopyBack take_copy_back() { return std::move(copy_back_); }
+
+ private:
+  Buffer buffer(const at::Tensor& contiguous);
+  at::Tensor readable(const at::Tensor& tensor) const;
+  at::Tensor writable(const at::Tensor& tensor, bool with_values);
+  static void cut(const at::Tensor& tensor, const Buffer& whole, at::IntArrayRef sizes, int64_t count,
+                  const char* side, c10::SmallVector<Buffer, 4>& parts);
+
+  /// Gives an input and an output that share memory places of their own, so that the result does not depend
+  /// on the order of reads and writes.
+  void separate_overlaps();
+
+  const Content content_;
+  Call call_;
+  c10::SmallVector<at::Tensor, 2> outputs_;  // of call_.out, where those are whole tensors
+  CopyBack copy_back_;
+};
+
+}  // namespace tessera

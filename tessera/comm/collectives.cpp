@@ -1,0 +1,378 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/threads/backend.h>
+#include <tessera/comm/threads/reduce.h>
+#include <tessera/error.h>
+
+#include <numeric>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace tessera::comm {
+
+namespace {
+
+using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+Backend backend_of(const Group& group, at::DeviceType device) {
+  TESSERA_CHECK_VALUE(group, "A collective was called on no group.");
+  return group->getBackend(device);
+}
+
+/// Whether the backend takes what we take. All others are transports, which take less.
+bool takes_all(const Backend& backend) {
+  const std::string name = backend->getBackendName();
+  return name == threads::kBackendName || name == "fake";
+}
+
+/// What the transports (gloo, nccl) reduce by themselves.
+bool transport_reduces(at::ScalarType dtype, ReduceOp::RedOpType op) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return op == ReduceOp::SUM || op == ReduceOp::PRODUCT || op == ReduceOp::MIN || op == ReduceOp::MAX;
+    default:
+      return false;
+  }
+}
+
+/// The tensor's memory as bytes; a copy if it is not contiguous.
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.detach().contiguous().view({-1}).view(at::kByte);
+}
+
+/// Where a transport is to write what `tensor` shall hold, and the copy that may be needed after.
+struct Landing {
+  explicit Landing(const at::Tensor& tensor)
+      : given(tensor),
+        dense(tensor.is_contiguous() ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
+  at::Tensor bytes() const { return bytes_of(dense); }
+  void finish() const {
+    if (!dense.is_same(given)) given.copy_(dense);
+  }
+  at::Tensor given, dense;
+};
+
+void check_size(const Tensors& tensors, const Group& group, const char* what) {
+  TESSERA_CHECK_VALUE(static_cast<int>(tensors.size()) == group->getSize(), what,
+                      ": needs one tensor for each of the ", group->getSize(), " ranks of the group, got ",
+                      tensors.size(), ".");
+}
+
+void check_reduction(const at::Tensor& tensor, const ReduceOp& op, const char* what) {
+  TESSERA_CHECK_VALUE(threads::can_reduce(tensor.scalar_type(), op.op_), what, ": there is no reduction ",
+                      name(op.op_), " of ", tensor.scalar_type(), " values.");
+}
+
+/// target = op(parts[0], parts[1], ...), in this order.
+void reduce_locally(const at::Tensor& target, const Tensors& parts, const ReduceOp& op) {
+  if (target.numel() == 0) return;
+  CallBuilder factor(Collective::all_reduce, CallBuilder::Content::data);
+  const double premul = factor.reduction(op).build().factor;
+  const at::Tensor dense =
+      target.is_contiguous() ? target : at::empty_like(target, at::MemoryFormat::Contiguous);
+  std::vector<std::byte*> sources;
+  for (const at::Tensor& part : parts) sources.push_back(static_cast<std::byte*>(part.data_ptr()));
+  std::byte* out = static_cast<std::byte*>(dense.data_ptr());
+  threads::reduce(target.scalar_type(), op.op_, premul, sources.data(), static_cast<int64_t>(sources.size()),
+                  &out, 1, 0, target.numel());
+  if (!dense.is_same(target)) target.copy_(dense);
+}
+
+/// On a transport: each rank sends inputs[r] to rank r; sizes may differ and be zero.
+Pending exchange(const Tensors& outputs, const Tensors& inputs, const Group& group, const Backend& backend,
+                 std::function<void()> finish = {}) {
+  auto flat = [](const Tensors& tensors, std::vector<int64_t>& sizes) {
+    int64_t total = 0;
+    for (const at::Tensor& tensor : tensors) {
+      sizes.push_back(static_cast<int64_t>(tensor.nbytes()));
+      total += sizes.back();
+    }
+    return at::empty({total}, tensors[0].options().dtype(at::kByte));
+  };
+  std::vector<int64_t> in_sizes, out_sizes;
+  at::Tensor in = flat(inputs, in_sizes);
+  at::Tensor out = flat(outputs, out_sizes);
+  int64_t offset = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    in.narrow(0, offset, in_sizes[i]).copy_(bytes_of(inputs[i]));
+    offset += in_sizes[i];
+  }
+  auto work = backend->alltoall_base(out, in, out_sizes, in_sizes);
+  return Pending(group, std::move(work), [=, finish = std::move(finish)] {
+    int64_t start = 0;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const Landing landing(outputs[i]);
+      landing.bytes().copy_(out.narrow(0, start, out_sizes[i]));
+      landing.finish();
+      start += out_sizes[i];
+    }
+    if (finish) finish();
+  });
+}
+
+at::Tensor nothing_like(const at::Tensor& tensor) { return at::empty({0}, tensor.options()); }
+
+bool even(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const auto& t) { return t.numel() == tensors[0].numel(); });
+}
+
+std::string failure_beside(const Group& group) {
+  try {
+    const auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(group->getStore());
+    return prefix ? failure_in(*prefix->getUnderlyingStore()) : "";
+  } catch (const std::exception&) {
+    return "";  // the store went with the rank that kept it
+  }
+}
+
+}  // namespace
+
+Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
+    : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {}
+Pending::Pending(Pending&&) noexcept = default;
+Pending& Pending::operator=(Pending&&) noexcept = default;
+Pending::~Pending() = default;
+
+void Pending::wait() {
+  if (!work_) return;
+  const auto work = std::exchange(work_, {});
+  try {
+    work->wait();
+  } catch (const std::exception& error) {
+    const std::string reason = failure_beside(group_);
+    if (reason.empty()) throw;
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    TESSERA_CHECK(false, reason,
+                  "\nIt was noticed here as: ", known ? known->what_without_backtrace() : error.what());
+  }
+  if (finish_) {
+    const at::NoGradGuard no_grad;
+    std::exchange(finish_, {})();
+  }
+}
+
+Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& group) {
+  const auto backend = backend_of(group, tensor.device().type());
+  Tensors tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  if (takes_all(backend)) return Pending(group, backend->allreduce(tensors, options));
+
+  const at::NoGradGuard no_grad;
+  check_reduction(tensor, op, "all_reduce");
+  const Landing landing(tensor);
+  if (!tensor.is_contiguous()) landing.dense.copy_(tensor);
+  const bool as_real = tensor.is_complex() && (op.op_ == ReduceOp::SUM || op.op_ == ReduceOp::AVG);
+  const bool averages = op.op_ == ReduceOp::AVG && (tensor.is_floating_point() || tensor.is_complex());
+  at::Tensor carrier = as_real ? at::view_as_real(landing.dense) : landing.dense;
+  if (averages) options.reduceOp = ReduceOp::SUM;
+  if (transport_reduces(carrier.scalar_type(), options.reduceOp.op_)) {
+    if (tensor.numel() == 0) return barrier(group);
+    tensors = {carrier};
+    return Pending(group, backend->allreduce(tensors, options), [=] {
+      if (averages) landing.dense.div_(group->getSize());
+      landing.finish();
+    });
+  }
+  Tensors parts;
+  for (int i = 0; i < group->getSize(); ++i) parts.push_back(at::empty_like(landing.dense));
+  return exchange(parts, Tensors(parts.size(), landing.dense), group, backend,
+                  [=] { reduce_locally(tensor, parts, op); });
+}
+
+Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group& group) {
+  const auto backend = backend_of(group, input.device().type());
+  check_size(outputs, group, "all_gather");
+  std::vector<Tensors> lists{outputs};
+  Tensors inputs{input};
+  if (takes_all(backend)) return Pending(group, backend->allgather(lists, inputs));
+  const at::NoGradGuard no_grad;
+  if (even(outputs) && outputs[0].numel() > 0) {
+    std::vector<Landing> landings(outputs.begin(), outputs.end());
+    lists[0].clear();
+    for (const Landing& landing : landings) lists[0].push_back(landing.bytes());
+    inputs = {bytes_of(input)};
+    return Pending(group, backend->allgather(lists, inputs), [landings] {
+      for (const Landing& landing : landings) landing.finish();
+    });
+  }
+  return exchange(outputs, Tensors(outputs.size(), input), group, backend);
+}
+
+Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const Group& group) {
+  const auto backend = backend_of(group, input.device().type());
+  at::Tensor out = output, in = input;
+  if (takes_all(backend)) return Pending(group, backend->_allgather_base(out, in));
+  TESSERA_CHECK_VALUE(
+      output.numel() == input.numel() * group->getSize() && output.scalar_type() == input.scalar_type(),
+      "all_gather_into: the output, ", output.scalar_type(), output.sizes(), ", does not hold the inputs of ",
+      group->getSize(), " ranks, ", input.scalar_type(), input.sizes(), " each.");
+  const at::NoGradGuard no_grad;
+  if (input.numel() == 0) return barrier(group);
+  const Landing landing(output);
+  in = bytes_of(input);
+  out = landing.bytes();
+  return Pending(group, backend->_allgather_base(out, in), [landing] { landing.finish(); });
+}
+
+Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ReduceOp& op,
+                       const Group& group) {
+  const auto backend = backend_of(group, output.device().type());
+  check_size(inputs, group, "reduce_scatter");
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  if (takes_all(backend)) {
+    Tensors outputs{output};
+    std::vector<Tensors> lists{inputs};
+    return Pending(group, backend->reduce_scatter(outputs, lists, options));
+  }
+  const at::NoGradGuard no_grad;
+  check_reduction(output, op, "reduce_scatter");
+  if (even(inputs) && transport_reduces(output.scalar_type(), op.op_)) {
+    Tensors flat;
+    for (const at::Tensor& input : inputs) flat.push_back(input.reshape({-1}));
+    return reduce_scatter_from(output, at::cat(flat), op, group);
+  }
+  Tensors parts;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    parts.push_back(at::empty_like(output, at::MemoryFormat::Contiguous));
+  return exchange(parts, inputs, group, backend, [=] { reduce_locally(output, parts, op); });
+}
+
+Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
+                            const Group& group) {
+  const auto backend = backend_of(group, output.device().type());
+  at::Tensor out = output, in = input;
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  if (takes_all(backend)) return Pending(group, backend->_reduce_scatter_base(out, in, options));
+  TESSERA_CHECK_VALUE(input.numel() == output.numel() * group->getSize(),
+                      "reduce_scatter_from: the input, of shape ", input.sizes(),
+                      ", does not hold one part for each of ", group->getSize(), " ranks, of shape ",
+                      output.sizes(), ".");
+  const at::NoGradGuard no_grad;
+  if (output.numel() == 0) return barrier(group);
+  const at::Tensor flat = input.detach().contiguous().view({-1});
+  if (!transport_reduces(output.scalar_type(), op.op_))
+    return reduce_scatter(output, flat.split(output.numel()), op, group);
+  const Landing landing(output);
+  out = landing.dense.view({-1});
+  in = flat;
+  return Pending(group, backend->_reduce_scatter_base(out, in, options), [landing] { landing.finish(); });
+}
+
+Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& group) {
+  check_size(outputs, group, "all_to_all");
+  check_size(inputs, group, "all_to_all");
+  const auto backend = backend_of(group, inputs[0].device().type());
+  Tensors outs = outputs, ins = inputs;
+  if (takes_all(backend)) return Pending(group, backend->alltoall(outs, ins));
+  const at::NoGradGuard no_grad;
+  return exchange(outputs, inputs, group, backend);
+}
+
+Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
+  const auto backend = backend_of(group, tensor.device().type());
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  Tensors tensors{tensor};
+  if (takes_all(backend)) return Pending(group, backend->broadcast(tensors, options));
+  const at::NoGradGuard no_grad;
+  if (tensor.numel() == 0) return barrier(group);
+  const Landing landing(tensor);
+  if (group->getRank() == root && !tensor.is_contiguous()) landing.dense.copy_(tensor);
+  tensors = {landing.bytes()};
+  return Pending(group, backend->broadcast(tensors, options), [landing] { landing.finish(); });
+}
+
+Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const Group& group) {
+  const auto backend = backend_of(group, tensor.device().type());
+  if (takes_all(backend)) {
+    c10d::ReduceOptions options;
+    options.reduceOp = op;
+    options.rootRank = root;
+    Tensors tensors{tensor};
+    return Pending(group, backend->reduce(tensors, options));
+  }
+  const at::NoGradGuard no_grad;
+  check_reduction(tensor, op, "reduce");
+  const bool is_root = group->getRank() == root;
+  Tensors parts;
+  for (int i = 0; i < group->getSize(); ++i) {
+    parts.push_back(is_root ? at::empty_like(tensor, at::MemoryFormat::Contiguous) : nothing_like(tensor));
+  }
+  Tensors inputs(parts.size(), nothing_like(tensor));
+  inputs.at(root) = tensor;
+  return exchange(parts, inputs, group, backend, [=] {
+    if (is_root) reduce_locally(tensor, parts, op);
+  });
+}
+
+Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, const Group& group) {
+  const auto backend = backend_of(group, input.device().type());
+  const bool is_root = group->getRank() == root;
+  if (is_root) check_size(outputs, group, "gather");
+  if (takes_all(backend)) {
+    c10d::GatherOptions options;
+    options.rootRank = root;
+    std::vector<Tensors> lists;
+    if (is_root) lists.push_back(outputs);
+    Tensors inputs{input};
+    return Pending(group, backend->gather(lists, inputs, options));
+  }
+  const at::NoGradGuard no_grad;
+  Tensors inputs(group->getSize(), nothing_like(input));
+  inputs.at(root) = input;
+  return exchange(is_root ? outputs : Tensors(group->getSize(), nothing_like(input)), inputs, group, backend);
+}
+
+Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, const Group& group) {
+  const auto backend = backend_of(group, output.device().type());
+  const bool is_root = group->getRank() == root;
+  if (is_root) check_size(inputs, group, "scatter");
+  if (takes_all(backend)) {
+    c10d::ScatterOptions options;
+    options.rootRank = root;
+    std::vector<Tensors> lists;
+    if (is_root) lists.push_back(inputs);
+    Tensors outputs{output};
+    return Pending(group, backend->scatter(outputs, lists, options));
+  }
+  const at::NoGradGuard no_grad;
+  Tensors outputs(group->getSize(), nothing_like(output));
+  outputs.at(root) = output;
+  return exchange(outputs, is_root ? inputs : Tensors(group->getSize(), nothing_like(output)), group,
+                  backend);
+}
+
+Pending barrier(const Group& group) {
+  TESSERA_CHECK_VALUE(group, "barrier: was called on no group.");
+  return Pending(group, group->getDefaultBackend()->barrier());
+}
+
+Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag) {
+  const auto backend = backend_of(group, tensor.device().type());
+  Tensors tensors{takes_all(backend) ? tensor : bytes_of(tensor)};
+  return Pending(group, backend->send(tensors, static_cast<int>(to), tag));
+}
+
+Pending recv(const at::Tensor& tensor, int64_t from, const Group& group, int tag) {
+  const auto backend = backend_of(group, tensor.device().type());
+  Tensors tensors{tensor};
+  if (takes_all(backend)) return Pending(group, backend->recv(tensors, static_cast<int>(from), tag));
+  const at::NoGradGuard no_grad;
+  const Landing landing(tensor);
+  tensors = {landing.bytes()};
+  return Pending(group, backend->recv(tensors, static_cast<int>(from), tag), [landing] { landing.finish(); });
+}
+
+}  // namespace tessera::comm

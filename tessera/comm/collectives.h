@@ -1,0 +1,79 @@
+#pragma once
+
+#include <tessera/comm/world.h>
+#include <tessera/export.h>
+
+#include <functional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+/// The collectives, the same on every backend: c10d's transports refuse some dtypes, reductions and uneven
+/// sizes; here all of them work everywhere. On "threads" and on what a transport can do by itself these add
+/// nothing.
+///
+///   - any dtype can be moved; what is reduced is said in threads/reduce.h (in words: all that makes sense)
+///   - parts may differ in size from rank to rank and be empty; sizes count elements, shapes are free
+///   - tensors need not be contiguous; results are written in place; autograd is not involved
+///   - if a peer failed, the error says which and why, where it could tell
+namespace tessera::comm {
+
+using c10d::ReduceOp;
+
+/// A collective under way. Its tensors must not be touched until `wait` has returned.
+class TESSERA_API Pending {
+ public:
+  /// `finish` is what remains to be done with the results, on the waiting thread.
+  Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish = {});
+  Pending(Pending&&) noexcept;
+  Pending& operator=(Pending&&) noexcept;
+  ~Pending();
+
+  /// Returns when the collective is done, throws if it failed. Later calls do nothing.
+  void wait();
+
+ private:
+  Group group_;
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> finish_;
+};
+
+using Tensors = std::vector<at::Tensor>;
+
+/// tensor = op over the ranks' tensors.
+[[nodiscard]] TESSERA_API Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op,
+                                             const Group& group);
+/// outputs[r] = rank r's input.
+[[nodiscard]] TESSERA_API Pending all_gather(const Tensors& outputs, const at::Tensor& input,
+                                             const Group& group);
+/// The same into one tensor, one after the other; all inputs have the same size.
+[[nodiscard]] TESSERA_API Pending all_gather_into(const at::Tensor& output, const at::Tensor& input,
+                                                  const Group& group);
+/// output = op over the ranks' inputs[this rank].
+[[nodiscard]] TESSERA_API Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs,
+                                                 const ReduceOp& op, const Group& group);
+/// The same from one tensor that holds all inputs one after the other; all outputs have the same size.
+[[nodiscard]] TESSERA_API Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
+                                                      const ReduceOp& op, const Group& group);
+/// outputs[r] = rank r's inputs[this rank].
+[[nodiscard]] TESSERA_API Pending all_to_all(const Tensors& outputs, const Tensors& inputs,
+                                             const Group& group);
+/// tensor = root's tensor.
+[[nodiscard]] TESSERA_API Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group);
+/// On the root alone: tensor = op over the ranks' tensors. The others' tensors keep their values.
+[[nodiscard]] TESSERA_API Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root,
+                                         const Group& group);
+/// On the root: outputs[r] = rank r's input. On the others `outputs` is empty.
+[[nodiscard]] TESSERA_API Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root,
+                                         const Group& group);
+/// output = root's inputs[this rank]. On the others `inputs` is empty.
+[[nodiscard]] TESSERA_API Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root,
+                                          const Group& group);
+/// Returns (from wait) when all ranks have called it.
+[[nodiscard]] TESSERA_API Pending barrier(const Group& group);
+[[nodiscard]] TESSERA_API Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag = 0);
+[[nodiscard]] TESSERA_API Pending recv(const at::Tensor& tensor, int64_t from, const Group& group,
+                                       int tag = 0);
+
+}  // namespace tessera::comm

@@ -1,0 +1,17 @@
+#include <tessera/comm/backends.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+namespace tessera {
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  // The interfaces named in GLOO_SOCKET_IFNAME, else the one that the host name resolves to.
+  auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
+  options->group_name = request.name;
+  options->global_ranks_in_group.assign(request.ranks.begin(), request.ranks.end());
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(request.store, static_cast<int>(request.member),
+                                                     static_cast<int>(request.ranks.size()),
+                                                     std::move(options));
+}
+
+}  // namespace tessera

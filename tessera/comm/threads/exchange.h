@@ -1,0 +1,121 @@
+#pragma once
+
+#include <tessera/comm/call.h>
+#include <tessera/comm/threads/wait.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+
+namespace tessera::threads {
+
+/// Where the ranks of one group, threads of this process, meet for their collectives.
+///
+/// A rank posts its side of a collective and, then or later, waits for it. When all sides of the oldest
+/// collective are posted it is opened: whoever posted last checks that they fit together and makes the plan.
+/// A small one is carried out on the spot. A large one is cut into chunks, which all who wait take one by
+/// one, reading and writing each other's memory. A collective thus needs the posts of all ranks but the help
+/// of none: a rank that posts and goes away holds nobody up, and ranks that have no core to run on need none.
+///
+/// Collectives are done in the order of their numbers (1, 2, ...). What a chunk computes does not depend on
+/// who computes it.
+class Exchange {
+ public:
+  using Clock = WaitingRoom::Clock;
+
+  /// `members`: the world ranks, for messages. `crowded`: see WaitingRoom.
+  Exchange(std::vector<int64_t> members, bool crowded);
+
+  /// Posts the next collective of member `member` and returns its number. Does not wait for anyone, unless
+  /// kWindow collectives of this member are still under way.
+  uint64_t post(int64_t member, Call call, std::chrono::milliseconds timeout);
+
+  /// Waits for collective `number`, which `what` describes. Throws what went wrong if it, or the group,
+  /// failed.
+  void wait(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
+            c10::function_ref<std::string()> what);
+
+  /// Whether collective `number` is done; helps if it can be.
+  bool poll(uint64_t number);
+
+  /// Makes all present and future waits fail, telling why. A collective that all have posted is still done.
+  void abort(const std::string& reason);
+
+  /// Says that `member` will post no more: those who wait for it, or ever do, get an error.
+  void leave(int64_t member);
+
+  const std::vector<int64_t>& members() const { return members_; }
+  WaitingRoom& room() { return room_; }
+  bool aborted() const { return aborted_; }
+  bool has_left(int64_t member) const;
+  /// Throws the error of a member whose `what` cannot be done because the group was aborted.
+  [[noreturn]] void throw_aborted(int64_t member, const std::string& what) const;
+
+ private:
+  static constexpr uint64_t kWindow = 64;
+  static constexpr uint32_t kAborted = 1u << 31;
+
+  /// One collective under way. Reused for number + kWindow when it is done.
+  struct alignas(64) Slot {
+    /// How many of these have come: the posts of all members, and the end of the collective before. The last
+    /// to come opens it. Once kAborted is added nothing more is counted, so that whether it was opened before
+    /// the group failed can be told at any time.
+    std::atomic<uint32_t> arrived{0};
+    /// Chunks not yet taken, in the low half; in the high half the number of the collective they belong to,
+    /// so that one who comes late cannot take a chunk of the next.
+    std::atomic<uint64_t> chunks{0};
+    std::atomic<uint32_t> unfinished{0};
+    std::vector<Call> calls;
+    Plan plan;
+    std::vector<uint32_t> first_chunk;  // of each task
+  };
+  enum class Arrival { early, last, refused };
+
+  Slot& slot(uint64_t number) { return slots_[number % kWindow]; }
+  Arrival arrive(Slot& slot) const;
+  /// Makes the plan. True if the collective is thereby done.
+  bool open(uint64_t number);
+  /// Ends the collective and opens those that were waiting for it.
+  void finish(uint64_t number);
+  /// Does one chunk of the open collective. False if there is none to do.
+  bool help();
+  static void run_chunk(const Slot& slot, uint32_t chunk);
+  static void run_task(const Plan& plan, const Task& task, int64_t first, int64_t elements);
+
+  /// Whether the collective will never be opened, because the group failed first.
+  bool is_lost(const Slot& slot) const;
+  void abort_if_awaiting_the_departed(uint64_t number);
+  std::string missing(uint64_t number) const;
+
+  const std::vector<int64_t> members_;
+  const uint32_t complete_;  // what Slot::arrived is when all have come
+  WaitingRoom room_;
+  std::vector<std::atomic<uint64_t>> posted_;  // by member: the number of its last post
+  std::array<Slot, kWindow> slots_;
+  alignas(64) std::atomic<uint64_t> done_{0};  // all collectives up to this number are done
+
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> someone_left_{false};
+  std::atomic<bool> has_failures_{false};
+  mutable std::mutex mutex_;  // of what follows
+  std::string reason_;
+  std::vector<bool> left_;
+  std::map<uint64_t, std::string> failures_;  // collectives whose calls did not fit
+};
+
+/// The error of those who waited for a rank that failed or went away.
+class PeerError : public c10::Error {
+ public:
+  explicit PeerError(std::string message) : c10::Error(std::move(message), nullptr) {}
+};
+
+}  // namespace tessera::threads

@@ -1,0 +1,103 @@
+#include <tessera/comm/threads/mailbox.h>
+#include <tessera/error.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace tessera::threads {
+
+std::string Parcel::str(const std::vector<int64_t>& members, bool sending) const {
+  const std::string what = c10::str(c10::toString(tensor.scalar_type()), tensor.sizes(), ", tag ", tag);
+  if (sending) return c10::str("send(", what, ") to rank ", members[to]);
+  return c10::str("recv(", what, ") from ",
+                  from == kAnySource ? "any rank" : c10::str("rank ", members[from]));
+}
+
+std::shared_ptr<Parcel> Mailbox::send(int64_t from, int64_t to, int tag, const at::Tensor& tensor) {
+  auto parcel = std::make_shared<Parcel>();
+  parcel->from = from;
+  parcel->to = to;
+  parcel->tag = tag;
+  parcel->tensor = tensor;
+  return post(std::move(parcel), true);
+}
+
+std::shared_ptr<Parcel> Mailbox::receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor) {
+  auto parcel = std::make_shared<Parcel>();
+  parcel->from = from;
+  parcel->to = to;
+  parcel->tag = tag;
+  parcel->tensor = tensor;
+  return post(std::move(parcel), false);
+}
+
+std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sending) {
+  std::shared_ptr<Parcel> other;
+  {
+    std::lock_guard lock(mutex_);
+    Queue& others = sending ? wanted_ : sent_;
+    const auto match = std::find_if(others.begin(), others.end(), [&](const auto& candidate) {
+      const Parcel& s = sending ? *parcel : *candidate;
+      const Parcel& w = sending ? *candidate : *parcel;
+      return s.to == w.to && s.tag == w.tag && (w.from == kAnySource || w.from == s.from);
+    });
+    if (match == others.end()) {
+      (sending ? sent_ : wanted_).push_back(parcel);
+      return parcel;
+    }
+    other = *match;
+    others.erase(match);
+  }
+  deliver(sending ? *parcel : *other, sending ? *other : *parcel);
+  return parcel;
+}
+
+void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
+  const auto& members = exchange_.members();
+  Parcel::State state = Parcel::done;
+  if (sent.tensor.scalar_type() != wanted.tensor.scalar_type() ||
+      sent.tensor.numel() != wanted.tensor.numel()) {
+    state = Parcel::failed;
+    sent.error = wanted.error =
+        c10::str("A message was sent that does not fit what was expected.\n  rank ", members[sent.from],
+                 " called ", sent.str(members, true), "\n  rank ", members[sent.to], " called ",
+                 wanted.str(members, false), "\nBoth sides need the same dtype and number of elements.");
+  } else if (sent.tensor.numel() > 0) {
+    std::memcpy(wanted.tensor.data_ptr(), sent.tensor.data_ptr(), sent.tensor.nbytes());
+  }
+  sent.source = wanted.source = sent.from;
+  sent.state = state;
+  wanted.state = state;
+  exchange_.room().wake();
+}
+
+void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout) {
+  const int64_t me = sending ? parcel->from : parcel->to;
+  const int64_t peer = sending ? parcel->to : parcel->from;
+  const auto& members = exchange_.members();
+  auto hopeless = [&] { return exchange_.aborted() || (peer != kAnySource && exchange_.has_left(peer)); };
+  const bool in_time = exchange_.room().wait_until(
+      Exchange::Clock::now() + timeout, [&] { return parcel->state != Parcel::waiting || hopeless(); });
+  if (parcel->state == Parcel::waiting) {
+    Queue& queue = sending ? sent_ : wanted_;
+    std::unique_lock lock(mutex_);
+    const auto place = std::find(queue.begin(), queue.end(), parcel);
+    const bool taken_back = place != queue.end();
+    if (taken_back) queue.erase(place);
+    lock.unlock();
+    if (taken_back) {
+      const std::string what = parcel->str(members, sending);
+      if (exchange_.aborted()) exchange_.throw_aborted(me, what);
+      if (in_time) {
+        throw PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ", members[peer],
+                                 " has ended and takes part in no more."));
+      }
+      TESSERA_CHECK(false, "Rank ", members[me], " gave up after ", timeout.count(), " ms in ", what,
+                    ": the other side never came.");
+    }
+    while (parcel->state == Parcel::waiting) std::this_thread::yield();  // being delivered
+  }
+  TESSERA_CHECK(parcel->state == Parcel::done, parcel->error);
+}
+
+}  // namespace tessera::threads

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <tessera/comm/threads/exchange.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::threads {
+
+inline constexpr int64_t kAnySource = -1;
+
+/// One side of a message under way. The tensor is contiguous and stays alive until the message has gone over.
+struct Parcel {
+  int64_t from = kAnySource;
+  int64_t to = 0;
+  int tag = 0;
+  at::Tensor tensor;
+  int64_t source = kAnySource;  // who sent it, once done
+  std::string error;            // once failed
+  enum State { waiting, done, failed };
+  std::atomic<State> state{waiting};
+
+  std::string str(const std::vector<int64_t>& members, bool sending) const;
+};
+
+/// Messages between two members of a group. A send and a receive that match (source, destination and tag, in
+/// the order posted) are brought together by whoever comes second, with one copy, from memory to memory.
+class Mailbox {
+ public:
+  explicit Mailbox(Exchange& exchange) : exchange_(exchange) {}
+
+  std::shared_ptr<Parcel> send(int64_t from, int64_t to, int tag, const at::Tensor& tensor);
+  /// `from` may be kAnySource.
+  std::shared_ptr<Parcel> receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor);
+
+  /// Waits until the parcel has gone over. Throws if the two sides do not fit, the peer has gone or `timeout`
+  /// is over; then the parcel is taken back and its tensor is not touched any more.
+  void wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout);
+
+ private:
+  using Queue = std::list<std::shared_ptr<Parcel>>;
+  std::shared_ptr<Parcel> post(std::shared_ptr<Parcel> parcel, bool sending);
+  void deliver(Parcel& sent, Parcel& wanted);
+
+  Exchange& exchange_;
+  std::mutex mutex_;
+  Queue sent_, wanted_;  // not yet matched
+};
+
+}  // namespace tessera::threads

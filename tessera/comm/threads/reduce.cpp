@@ -1,0 +1,236 @@
+#include <tessera/comm/threads/reduce.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+namespace tessera::threads {
+
+using c10d::ReduceOp;
+
+namespace {
+
+template <class T>
+constexpr bool is_complex = std::is_same_v<T, c10::complex<float>> || std::is_same_v<T, c10::complex<double>>;
+
+/// What a dtype is accumulated in.
+template <class T>
+struct Wide {
+  using type = T;
+};
+template <>
+struct Wide<c10::Half> {
+  using type = float;
+};
+template <>
+struct Wide<c10::BFloat16> {
+  using type = float;
+};
+
+template <class T>
+T wrapping_add(T a, T b) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return a || b;
+  } else if constexpr (std::is_integral_v<T>) {
+    using U = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+  } else {
+    return a + b;
+  }
+}
+
+template <class T>
+T wrapping_multiply(T a, T b) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return a && b;
+  } else if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  } else {
+    return a * b;
+  }
+}
+
+template <class T>
+bool is_nan(T x) {
+  return x != x;
+}
+
+/// The sources are combined a block at a time: small enough to stay in the first cache until every target
+/// has its copy.
+constexpr int64_t kBlock = 1024;
+
+template <class T, class Combine, class Finish>
+void run(std::byte* const* sources, int64_t source_count, std::byte* const* targets, int64_t target_count,
+         int64_t first, int64_t elements, Combine combine, Finish finish) {
+  using W = typename Wide<T>::type;
+  W block[kBlock];
+  for (int64_t start = first; start < first + elements; start += kBlock) {
+    const int64_t count = std::min(kBlock, first + elements - start);
+    const T* a = reinterpret_cast<const T*>(sources[0]) + start;
+    if (source_count == 1) {
+      for (int64_t i = 0; i < count; ++i) block[i] = static_cast<W>(a[i]);
+    } else {
+      const T* b = reinterpret_cast<const T*>(sources[1]) + start;
+      for (int64_t i = 0; i < count; ++i) block[i] = combine(static_cast<W>(a[i]), static_cast<W>(b[i]));
+    }
+    for (int64_t s = 2; s < source_count; ++s) {
+      const T* b = reinterpret_cast<const T*>(sources[s]) + start;
+      for (int64_t i = 0; i < count; ++i) block[i] = combine(block[i], static_cast<W>(b[i]));
+    }
+    T* head = reinterpret_cast<T*>(targets[0]) + start;
+    for (int64_t i = 0; i < count; ++i) head[i] = static_cast<T>(finish(block[i]));
+    for (int64_t t = 1; t < target_count; ++t) {
+      std::memcpy(reinterpret_cast<T*>(targets[t]) + start, head, static_cast<size_t>(count) * sizeof(T));
+    }
+  }
+}
+
+template <class T>
+void reduce_as(ReduceOp::RedOpType op, double factor, std::byte* const* sources, int64_t source_count,
+               std::byte* const* targets, int64_t target_count, int64_t first, int64_t elements) {
+  using W = typename Wide<T>::type;
+  auto with = [&](auto combine, auto finish) {
+    run<T>(sources, source_count, targets, target_count, first, elements, combine, finish);
+  };
+  auto same = [](W x) { return x; };
+  auto add = [](W a, W b) { return wrapping_add<W>(a, b); };
+  switch (op) {
+    case ReduceOp::SUM:
+      return with(add, same);
+    case ReduceOp::PRODUCT:
+      return with([](W a, W b) { return wrapping_multiply<W>(a, b); }, same);
+    case ReduceOp::AVG:
+      if constexpr (std::is_same_v<T, bool>) {
+        return with(add, same);
+      } else if constexpr (std::is_integral_v<T>) {
+        using Wider = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+        const auto count = static_cast<Wider>(source_count);
+        return with(add, [count](W x) { return static_cast<W>(static_cast<Wider>(x) / count); });
+      } else {
+        const W count = static_cast<W>(source_count);
+        return with(add, [count](W x) { return x / count; });
+      }
+    case ReduceOp::PREMUL_SUM:
+      if constexpr (std::is_integral_v<T>) {
+        break;
+      } else {
+        const W f = static_cast<W>(factor);
+        // The factor distributes over the sum, so it is applied once, to the result.
+        return with(add, [f](W x) { return x * f; });
+      }
+    case ReduceOp::MIN:
+      if constexpr (is_complex<T>) {
+        break;
+      } else {
+        return with([](W a, W b) { return (is_nan(a) || a < b) ? a : b; }, same);
+      }
+    case ReduceOp::MAX:
+      if constexpr (is_complex<T>) {
+        break;
+      } else {
+        return with([](W a, W b) { return (is_nan(a) || a > b) ? a : b; }, same);
+      }
+    case ReduceOp::BAND:
+      if constexpr (!std::is_integral_v<T>) {
+        break;
+      } else {
+        return with([](W a, W b) { return static_cast<W>(a & b); }, same);
+      }
+    case ReduceOp::BOR:
+      if constexpr (!std::is_integral_v<T>) {
+        break;
+      } else {
+        return with([](W a, W b) { return static_cast<W>(a | b); }, same);
+      }
+    case ReduceOp::BXOR:
+      if constexpr (!std::is_integral_v<T>) {
+        break;
+      } else {
+        return with([](W a, W b) { return static_cast<W>(a ^ b); }, same);
+      }
+    case ReduceOp::UNUSED:
+      break;
+  }
+}
+
+/// Calls f with a value of the C++ type of `dtype`; false if it is not one that is reduced.
+template <class F>
+bool visit(c10::ScalarType dtype, F&& f) {
+  switch (dtype) {
+    case c10::ScalarType::Bool:
+      return f(bool{}), true;
+    case c10::ScalarType::Byte:
+      return f(uint8_t{}), true;
+    case c10::ScalarType::Char:
+      return f(int8_t{}), true;
+    case c10::ScalarType::Short:
+      return f(int16_t{}), true;
+    case c10::ScalarType::Int:
+      return f(int32_t{}), true;
+    case c10::ScalarType::Long:
+      return f(int64_t{}), true;
+    case c10::ScalarType::UInt16:
+      return f(uint16_t{}), true;
+    case c10::ScalarType::UInt32:
+      return f(uint32_t{}), true;
+    case c10::ScalarType::UInt64:
+      return f(uint64_t{}), true;
+    case c10::ScalarType::Half:
+      return f(c10::Half{}), true;
+    case c10::ScalarType::BFloat16:
+      return f(c10::BFloat16{}), true;
+    case c10::ScalarType::Float:
+      return f(float{}), true;
+    case c10::ScalarType::Double:
+      return f(double{}), true;
+    case c10::ScalarType::ComplexFloat:
+      return f(c10::complex<float>{}), true;
+    case c10::ScalarType::ComplexDouble:
+      return f(c10::complex<double>{}), true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+bool can_reduce(c10::ScalarType dtype, ReduceOp::RedOpType op) {
+  bool complex = false, integral = false;
+  const bool known = visit(dtype, [&](auto sample) {
+    complex = is_complex<decltype(sample)>;
+    integral = std::is_integral_v<decltype(sample)>;
+  });
+  if (!known) return false;
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::AVG:
+    case ReduceOp::PRODUCT:
+      return true;
+    case ReduceOp::PREMUL_SUM:
+      return !integral;
+    case ReduceOp::MIN:
+    case ReduceOp::MAX:
+      return !complex;
+    case ReduceOp::BAND:
+    case ReduceOp::BOR:
+    case ReduceOp::BXOR:
+      return integral;
+    case ReduceOp::UNUSED:
+      return false;
+  }
+  return false;
+}
+
+void reduce(c10::ScalarType dtype, ReduceOp::RedOpType op, double factor, std::byte* const* sources,
+            int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
+            int64_t elements) {
+  visit(dtype, [&](auto sample) {
+    reduce_as<decltype(sample)>(op, factor, sources, source_count, targets, target_count, first, elements);
+  });
+}
+
+}  // namespace tessera::threads

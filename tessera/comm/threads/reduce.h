@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+namespace tessera::threads {
+
+/// Whether `reduce` knows the reduction for the dtype: numbers have sum, avg, product and premul_sum; all but
+/// complex ones min and max; integers and bool band, bor and bxor.
+bool can_reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
+
+/// target[t][i] = op(source[0][i], source[1][i], ...) for all targets t and 0 <= i < elements, always in this
+/// order, so that results are the same whoever computes them. Half and bfloat16 are accumulated in float and
+/// rounded once. NaN wins in min and max. Integers wrap; avg of integers rounds toward zero; bool adds as
+/// "or". A source may be a target.
+void reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op, double factor, std::byte* const* sources,
+            int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
+            int64_t elements);
+
+}  // namespace tessera::threads

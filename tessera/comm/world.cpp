@@ -1,0 +1,214 @@
+#include <tessera/comm/backends.h>
+#include <tessera/comm/checked.h>
+#include <tessera/comm/environment.h>
+#include <tessera/comm/threads/hub.h>
+#include <tessera/comm/world.h>
+#include <tessera/error.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include <c10/util/hash.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace tessera {
+
+namespace {
+
+const std::string kFailureKey = "tessera/failure";
+
+/// "gloo" -> {"": gloo}; "cpu:gloo,cuda:nccl" -> {"cpu": gloo, "cuda": nccl}.
+std::map<std::string, std::string> parse_backends(const std::string& text) {
+  std::map<std::string, std::string> result;
+  for (size_t start = 0; start < text.size();) {
+    const size_t end = std::min(text.find(',', start), text.size());
+    const std::string item = text.substr(start, end - start);
+    const size_t colon = item.find(':');
+    const std::string device = colon == std::string::npos ? "" : item.substr(0, colon);
+    const std::string name = colon == std::string::npos ? item : item.substr(colon + 1);
+    TESSERA_CHECK_VALUE(
+        !name.empty() && (colon == std::string::npos || !device.empty()) &&
+            result.emplace(device, name).second,
+        "\"", text,
+        "\" does not say which backends to use. Expected a name, or one per device type as in "
+        "\"cpu:gloo,cuda:nccl\".");
+    start = end + 1;
+  }
+  return result;
+}
+
+/// The ranks, or, if they are many, their number and a hash.
+std::string members_text(c10::IntArrayRef ranks) {
+  if (ranks.size() <= 64) return c10::Join(",", ranks);
+  return c10::str(ranks.size(), "#", c10::hash<std::vector<int64_t>>()(ranks.vec()));
+}
+
+bool environment_asks_for_checks() {
+  const char* value = std::getenv("TESSERA_CHECK_COLLECTIVES");
+  return value && std::string(value) == "1";
+}
+
+thread_local std::shared_ptr<World> thread_world;
+
+struct ProcessWorld {
+  std::mutex mutex;
+  std::shared_ptr<World> world;
+};
+
+ProcessWorld& process_world() {
+  static ProcessWorld instance;
+  return instance;
+}
+
+std::shared_ptr<World> find_world() {
+  if (thread_world) return thread_world;
+  std::lock_guard lock(process_world().mutex);
+  return process_world().world;
+}
+
+}  // namespace
+
+World::World(WorldOptions options)
+    : options_(std::move(options)), backends_(parse_backends(options_.backend)) {
+  TESSERA_CHECK_VALUE(options_.size >= 1, "A world needs at least one rank, got ", options_.size, ".");
+  TESSERA_CHECK_VALUE(options_.rank >= 0 && options_.rank < options_.size, "Rank ", options_.rank,
+                      " is not in a world of ", options_.size, " ranks.");
+  TESSERA_CHECK_VALUE(options_.timeout.count() > 0, "The timeout must be positive, got ",
+                      options_.timeout.count(), " ms.");
+  if (options_.hub && !options_.store) options_.store = options_.hub->store();
+  options_.check_collectives = options_.check_collectives || environment_asks_for_checks();
+}
+
+World::~World() = default;
+
+std::string World::backend(c10::DeviceType device) const {
+  for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
+    if (const auto found = backends_.find(key); found != backends_.end()) return found->second;
+  }
+  if (device == c10::DeviceType::CUDA) return "nccl";
+  return options_.hub ? "threads" : "gloo";
+}
+
+Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {
+  GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name};
+  std::lock_guard lock(mutex_);
+  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+
+  const auto self = std::find(ranks.begin(), ranks.end(), rank());
+  TESSERA_CHECK_VALUE(self != ranks.end(), "Rank ", rank(), " is not in the group ", ranks,
+                      ". A group is made by its members alone.");
+  auto sorted = ranks.vec();
+  std::sort(sorted.begin(), sorted.end());
+  TESSERA_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size(), "The group ", ranks,
+                      " has a rank outside the world of ", size(), " ranks.");
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
+
+  BackendRequest request;
+  request.ranks = key.ranks;
+  request.member = self - ranks.begin();
+  request.name = c10::str(key.backend, "/", c10::DeviceTypeName(device, true), "/", members_text(ranks));
+  request.device = device;
+  request.timeout = timeout();
+  request.hub = options_.hub;
+  if (options_.store)
+    request.store = c10::make_intrusive<c10d::PrefixStore>("tessera/group/" + request.name, options_.store);
+  TESSERA_CHECK(request.store || key.backend == "fake", "A group over \"", key.backend,
+                "\" needs a store through which its members find one another; set WorldOptions::store.");
+
+  auto backend = make_backend(key.backend, request);
+  if (options_.check_collectives && key.backend != threads::kBackendName && key.backend != "fake") {
+    backend = make_checked(std::move(backend), key.ranks, device);
+  }
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(request.member),
+                                                       static_cast<int>(ranks.size()));
+  const auto type = c10d::ProcessGroup::strToBackendType(key.backend);
+  group->setBackend(device, type, backend);
+  group->setDefaultBackend(type);
+  group->setGroupName(request.name);
+  group->setGroupDesc("tessera");
+  groups_.emplace(std::move(key), group);
+  return group;
+}
+
+Group World::group(c10::DeviceType device) {
+  std::vector<int64_t> all(size());
+  for (int64_t i = 0; i < size(); ++i) all[i] = i;
+  return group(all, device);
+}
+
+std::optional<std::vector<int64_t>> World::ranks_of(const Group& group) const {
+  std::lock_guard lock(mutex_);
+  for (const auto& [key, known] : groups_) {
+    if (known == group) return key.ranks;
+  }
+  return std::nullopt;
+}
+
+void World::report_failure(const std::string& reason) {
+  if (options_.hub) {
+    options_.hub->fail(rank(), reason);
+  } else if (options_.store) {
+    options_.store->compareSet(kFailureKey, std::string(), c10::str("rank ", rank(), " failed: ", reason));
+  }
+}
+
+std::string World::reported_failure() const {
+  if (options_.hub) return options_.hub->failure();
+  return options_.store ? failure_in(*options_.store) : "";
+}
+
+std::string failure_in(c10d::Store& store) {
+  if (!store.check({kFailureKey})) return "";
+  const auto bytes = store.get(kFailureKey);
+  return {bytes.begin(), bytes.end()};
+}
+
+std::shared_ptr<World> current_world() {
+  auto world = find_world();
+  TESSERA_CHECK(world,
+                "There are no ranks here. Start them as threads with tessera::run(n, [] { ... }), or call "
+                "tessera::init_process_group() in a process that torchrun, mpirun or srun started.");
+  return world;
+}
+
+bool has_current_world() { return find_world() != nullptr; }
+
+WorldScope::WorldScope(std::shared_ptr<World> world)
+    : previous_(std::exchange(thread_world, std::move(world))) {}
+WorldScope::~WorldScope() { thread_world = std::move(previous_); }
+
+std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
+  const auto info = launch_info();
+  TESSERA_CHECK(
+      info,
+      "No launcher's environment variables are set, so this process does not know which rank it is. Start it "
+      "with torchrun, mpirun or srun, or use tessera::run to have ranks as threads.");
+  WorldOptions options;
+  options.rank = info->rank;
+  options.size = info->size;
+  options.backend = backend;
+  options.timeout = timeout;
+  options.store = connect_store(*info, timeout);
+  return init_process_group(std::move(options));
+}
+
+std::shared_ptr<World> init_process_group(WorldOptions options) {
+  auto world = std::make_shared<World>(std::move(options));
+  std::lock_guard lock(process_world().mutex);
+  TESSERA_CHECK(!process_world().world, "This process already is rank ", process_world().world->rank(),
+                " of a world; call tessera::destroy_process_group() first.");
+  process_world().world = world;
+  return world;
+}
+
+void destroy_process_group() {
+  std::lock_guard lock(process_world().mutex);
+  process_world().world.reset();
+}
+
+int64_t get_rank() { return current_world()->rank(); }
+int64_t get_world_size() { return current_world()->size(); }
+
+}  // namespace tessera

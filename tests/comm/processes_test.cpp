@@ -1,0 +1,191 @@
+// Ranks as processes over gloo: the collective suite, and what happens when one of them fails or dies.
+
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/run.h>
+
+#include <cstdlib>
+#include <signal.h>
+#include <sys/wait.h>
+#include <thread>
+
+#include "tests/comm/collective_suite.h"
+#include "tests/support/ranks.h"
+#include <ATen/ATen.h>
+
+namespace tessera {
+namespace {
+
+using c10d::ReduceOp;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using testing::error_of;
+using testing::expect_ok;
+using ::testing::HasSubstr;
+using testing::spawn_ranks;
+
+RANK_BODY(suite) { launch(1, testing::run_collective_suite_on_all_groups); }
+
+class Processes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Processes, ::testing::Values(2, 4));
+
+TEST_P(Processes, CollectiveSuite) { expect_ok(spawn_ranks("suite", GetParam())); }
+
+RANK_BODY(world) {
+  const auto world = init_process_group();
+  EXPECT_EQ(world->backend(at::kCPU), "gloo");
+  EXPECT_EQ(get_rank(), std::atoi(std::getenv("RANK")));
+  EXPECT_EQ(get_world_size(), 2);
+  std::thread([&] { EXPECT_EQ(current_world(), world); }).join();  // all threads of the process are this rank
+  EXPECT_THAT(error_of([] { init_process_group(); }), HasSubstr("already is rank"));
+  at::Tensor tensor = at::ones({1});
+  comm::all_reduce(tensor, ReduceOp::SUM, world->group()).wait();
+  EXPECT_EQ(tensor.item<float>(), 2);
+  destroy_process_group();
+  EXPECT_FALSE(has_current_world());
+}
+
+TEST(ProcessWorld, ComesFromTheEnvironment) { expect_ok(spawn_ranks("world", 2)); }
+
+RANK_BODY(one_throws) {
+  const std::string error = error_of([] {
+    launch(1, [] {
+      const auto group = current_world()->group();
+      comm::barrier(group).wait();
+      if (get_rank() == 1) throw std::runtime_error("the disk is full");
+      comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+    });
+  });
+  const bool culprit = std::string(std::getenv("RANK")) == "1";
+  EXPECT_THAT(error, HasSubstr(culprit ? "the disk is full" : "rank 1 failed: the disk is full"));
+}
+
+TEST(ProcessWorld, AnErrorOnOneRankReachesTheOthers) { expect_ok(spawn_ranks("one_throws", 3)); }
+
+RANK_BODY(one_dies) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(20);
+  const std::string error = error_of([&] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::barrier(group).wait();
+          if (get_rank() == 1) raise(SIGKILL);
+          at::Tensor big = at::ones({1 << 20});
+          for (int i = 0; i < 1000; ++i) comm::all_reduce(big, ReduceOp::SUM, group).wait();
+        },
+        options);
+  });
+  std::cout << "ended with: " << error << std::endl;
+  EXPECT_FALSE(error.empty());
+}
+
+TEST(ProcessWorld, WhenOneIsKilledTheOthersEndWithAnError) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto results = spawn_ranks("one_dies", 3);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));
+  EXPECT_EQ(results[1].signal, SIGKILL);
+  for (const int rank : {0, 2}) {
+    EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+    EXPECT_THAT(results[rank].output, HasSubstr("ended with: "));
+  }
+}
+
+RANK_BODY(mismatch) {
+  launch(1, [] {
+    const auto group = current_world()->group();
+    const bool odd = get_rank() == 1;
+    auto expect = [&](const std::function<void()>& call, const std::string& what, const std::string& mine,
+                      const std::string& other) {
+      EXPECT_THAT(error_of(call),
+                  AllOf(HasSubstr(what), HasSubstr(c10::str("rank 0 called ", odd ? other : mine)),
+                        HasSubstr(c10::str("rank 1 called ", odd ? mine : other))));
+    };
+    expect(
+        [&] {
+          odd ? comm::barrier(group).wait() : comm::all_reduce(at::ones({2}), ReduceOp::SUM, group).wait();
+        },
+        "different collectives", odd ? "barrier()" : "all_reduce(sum, Float[2])",
+        odd ? "all_reduce(sum, Float[2])" : "barrier()");
+    expect([&] { comm::all_reduce(at::ones({odd ? 3 : 2}), ReduceOp::SUM, group).wait(); },
+           "different shapes", odd ? "all_reduce(sum, Float[3])" : "all_reduce(sum, Float[2])",
+           odd ? "all_reduce(sum, Float[2])" : "all_reduce(sum, Float[3])");
+    expect(
+        [&] { comm::all_reduce(at::ones({2}, odd ? at::kDouble : at::kFloat), ReduceOp::SUM, group).wait(); },
+        "different dtypes", "all_reduce(sum, ", "all_reduce(sum, ");
+    expect([&] { comm::broadcast(at::ones({2}), get_rank(), group).wait(); }, "different roots",
+           c10::str("broadcast(root ", get_rank()), c10::str("broadcast(root ", 1 - get_rank()));
+    at::Tensor tensor = at::ones({1});  // the group still works
+    comm::all_reduce(tensor, ReduceOp::SUM, group).wait();
+    EXPECT_EQ(tensor.item<float>(), 2);
+  });
+}
+
+TEST(ProcessWorld, MismatchedCallsAreReportedWhenAskedFor) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  expect_ok(spawn_ranks("mismatch", 2, options));
+}
+
+TEST(ProcessWorld, TheSuitePassesWithChecksOn) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  expect_ok(spawn_ranks("suite", 2, options));
+}
+
+/// Two hosts on one machine: a network namespace each, joined by a virtual cable.
+class TwoHosts {
+ public:
+  TwoHosts() {
+    const std::string id = std::to_string(getpid());
+    names_ = {"tessera-a-" + id, "tessera-b-" + id};
+    for (const auto& name : names_) ok_ = ok_ && shell("ip netns add " + name);
+    const std::string left = "va" + id, right = "vb" + id;
+    ok_ = ok_ &&
+          shell("ip link add " + left + " netns " + names_[0] + " type veth peer name " + right + " netns " +
+                names_[1]) &&
+          shell("ip netns exec " + names_[0] + " ip addr add 10.203.77.1/24 dev " + left) &&
+          shell("ip netns exec " + names_[1] + " ip addr add 10.203.77.2/24 dev " + right) &&
+          shell("ip netns exec " + names_[0] + " ip link set " + left + " up") &&
+          shell("ip netns exec " + names_[1] + " ip link set " + right + " up") &&
+          shell("ip netns exec " + names_[0] + " ip link set lo up") &&
+          shell("ip netns exec " + names_[1] + " ip link set lo up");
+    interfaces_ = {left, right};
+  }
+  ~TwoHosts() {
+    for (const auto& name : names_) shell("ip netns del " + name);
+  }
+  bool ok() const { return ok_; }
+  /// Runs `program` with rank i on host i; rank 0 keeps the store.
+  std::string command(int rank, const std::string& program, const std::string& body) const {
+    return "ip netns exec " + names_[rank] + " env RANK=" + std::to_string(rank) +
+           " LOCAL_RANK=0 WORLD_SIZE=2 " +
+           "MASTER_ADDR=10.203.77.1 MASTER_PORT=29511 GLOO_SOCKET_IFNAME=" + interfaces_[rank] +
+           " OMP_NUM_THREADS=1 " + program + " --rank-body=" + body;
+  }
+
+ private:
+  static bool shell(const std::string& command) {
+    return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+  }
+  bool ok_ = true;
+  std::vector<std::string> names_, interfaces_;
+};
+
+TEST(ProcessWorld, CrossesNetworkNamespaces) {
+  const TwoHosts hosts;
+  if (!hosts.ok())
+    GTEST_SKIP() << "this machine does not allow making network namespaces (it takes root and iproute2)";
+  std::vector<int> codes(2, -1);
+  std::vector<std::thread> runners;
+  for (int rank = 0; rank < 2; ++rank) {
+    runners.emplace_back([&, rank] {
+      codes[rank] = std::system(hosts.command(rank, support::this_program(), "suite").c_str());
+    });
+  }
+  for (auto& runner : runners) runner.join();
+  EXPECT_EQ(codes, (std::vector<int>{0, 0}));
+}
+
+}  // namespace
+}  // namespace tessera

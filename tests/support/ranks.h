@@ -1,0 +1,35 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "support/spawn.h"
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+/// Tests that need real processes: a body is registered by name, and `spawn_ranks` runs this test program
+/// again, once per rank, to do nothing but that body. Expectations in it fail the test with the output of the
+/// process.
+namespace tessera::testing {
+
+struct RankBody {
+  RankBody(const std::string& name, std::function<void()> body);
+};
+
+/// RANK_BODY(name) { ... } runs in each of the processes of spawn_ranks("name", count).
+#define RANK_BODY(name)                                                               \
+  static void rank_body_##name();                                                     \
+  static const ::tessera::testing::RankBody register_##name(#name, rank_body_##name); \
+  static void rank_body_##name()
+
+std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t count,
+                                                support::SpawnOptions options = {});
+
+/// Expects all of them to have ended well.
+void expect_ok(const std::vector<support::ProcessResult>& results);
+
+/// The message of what `function` throws, without libtorch's stack trace; fails if it throws nothing.
+std::string error_of(const std::function<void()>& function);
+
+}  // namespace tessera::testing

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/mesh/device_mesh.h>
+#include <tessera/placement/layout.h>
+#include <tessera/placement/placement.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iosfwd>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/DimVector.h>
+#include <c10/util/OptionalArrayRef.h>
+
+namespace tessera {
+
+/// Everything known about a distributed tensor but its data: the mesh, what its ranks hold, and the global
+/// shape, strides and dtype. An immutable value behind a cheap handle.
+///
+/// Specs are interned: equal ones made anywhere in the process are one object, so that comparing and hashing
+/// look at an address only. The object goes with its last handle. Safe to use from any thread.
+///
+/// A default-made Spec is undefined: it converts to false, and asking it anything else is an error.
+class TESSERA_API Spec {
+ public:
+  Spec() = default;
+
+  /// Placements are normalized and the order made canonical, so that equal layouts are equal specs.
+  /// Without strides the tensor is contiguous. Throws, naming the culprit, unless there is one placement for
+  /// each mesh dim, tensor dims exist, sizes are not negative, strides fit the shape, and partial ops agree.
+  ///   Spec(mesh, {Shard(0), Replicate()}, {4096, 1024}, std::nullopt, at::kBFloat16)
+  Spec(const DeviceMesh& mesh, c10::ArrayRef<Placement> placements, c10::IntArrayRef shape,
+       c10::OptionalIntArrayRef strides = std::nullopt, c10::ScalarType dtype = c10::ScalarType::Float,
+       c10::IntArrayRef order = {});
+
+  explicit operator bool() const { return state_ != nullptr; }
+
+  const DeviceMesh& mesh() const { return state().mesh; }
+  const Placements& placements() const { return state().placements; }
+  const Placement& placement(size_t mesh_dim) const { return state().placements[mesh_dim]; }
+  /// The order of the cuts in its canonical form: empty unless it differs from the default.
+  const ShardOrder& order() const { return state().order; }
+  c10::IntArrayRef shape() const { return state().shape; }
+  c10::IntArrayRef strides() const { return state().strides; }
+  c10::ScalarType dtype() const { return state().dtype; }
+  int64_t ndim() const { return static_cast<int64_t>(state().shape.size()); }
+  int64_t numel() const { return state().numel; }
+
+  /// What this rank holds. Outside the mesh: shape [0], an empty offset and no pieces.
+  c10::IntArrayRef local_shape() const { return state().local.shape; }
+  c10::IntArrayRef global_offset() const { return state().local.offset; }
+  c10::IntArrayRef local_strides() const { return state().local_strides; }
+  std::vector<Pieces> local_pieces() const;
+
+  /// What the rank at a coordinate of the mesh holds.
+  c10::DimVector local_shape(c10::IntArrayRef coordinate) const;
+  c10::DimVector global_offset(c10::IntArrayRef coordinate) const;
+  std::vector<Pieces> local_pieces(c10::IntArrayRef coordinate) const;
+
+  /// Every rank holds the whole tensor.
+  bool is_replicated() const { return state().replicated; }
+  /// Some mesh dim cuts the tensor, strided or not, even if that mesh dim has size 1.
+  bool is_sharded() const { return state().sharded; }
+  /// Some mesh dim, even one of size 1, has yet to be reduced.
+  bool has_partial() const { return state().partial; }
+
+  /// The same tensor with other placements, and the default order unless given one.
+  Spec with_placements(c10::ArrayRef<Placement> placements, c10::IntArrayRef order = {}) const;
+
+  friend bool operator==(const Spec& a, const Spec& b) { return a.state_ == b.state_; }
+  size_t hash() const { return std::hash<const void*>()(state_.get()); }
+
+  /// "[S(0), P(sum)] on mesh(dp=2, tp=4): f32[4096, 1024]"; see text.h.
+  std::string str() const;
+  friend TESSERA_API std::ostream& operator<<(std::ostream& out, const Spec& spec);
+
+  /// How many different specs exist in the process now.
+  static size_t interned_count();
+
+ private:
+  struct State {
+    DeviceMesh mesh;
+    Placements placements;
+    ShardOrder order;
+    c10::DimVector shape;
+    c10::DimVector strides;
+    c10::ScalarType dtype;
+
+    // What follows from the above.
+    size_t hash = 0;
+    int64_t numel = 0;
+    LocalBox local = {};
+    c10::DimVector local_strides = {};
+    bool replicated = false;
+    bool sharded = false;
+    bool partial = false;
+  };
+  class Table;
+
+  const State& state() const {
+    if (state_ == nullptr) [[unlikely]]
+      undefined();
+    return *state_;
+  }
+  [[noreturn]] static void undefined();
+  static size_t hash_of(const State& state);
+  static bool equal(const State& a, const State& b);
+  static void complete(State& state);
+
+  std::shared_ptr<const State> state_;
+};
+
+}  // namespace tessera
+
+template <>
+struct std::hash<tessera::Spec> {
+  size_t operator()(const tessera::Spec& spec) const { return spec.hash(); }
+};

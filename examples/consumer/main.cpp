@@ -1,7 +1,7 @@
+#include <tessera/tessera.h>
+
 #include <cstdlib>
 #include <iostream>
-
-#include <tessera/tessera.h>
 
 #include <ATen/ATen.h>
 

@@ -13,6 +13,7 @@ namespace tessera::comm {
 
 namespace {
 
+using c10d::ReduceOp;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
 /// The backend of the group for where `tensor` is.

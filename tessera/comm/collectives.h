@@ -19,8 +19,6 @@
 ///   - if a peer failed, the error says which and why, where it could tell
 namespace tessera::comm {
 
-using c10d::ReduceOp;
-
 /// A collective under way. Its tensors must not be touched until `wait` has returned.
 class TESSERA_API Pending {
  public:
@@ -42,7 +40,7 @@ class TESSERA_API Pending {
 using Tensors = std::vector<at::Tensor>;
 
 /// tensor = op over the ranks' tensors.
-[[nodiscard]] TESSERA_API Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op,
+[[nodiscard]] TESSERA_API Pending all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                              const Group& group);
 /// outputs[r] = rank r's input.
 [[nodiscard]] TESSERA_API Pending all_gather(const Tensors& outputs, const at::Tensor& input,
@@ -52,17 +50,17 @@ using Tensors = std::vector<at::Tensor>;
                                                   const Group& group);
 /// output = op over the ranks' inputs[this rank].
 [[nodiscard]] TESSERA_API Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs,
-                                                 const ReduceOp& op, const Group& group);
+                                                 const c10d::ReduceOp& op, const Group& group);
 /// The same from one tensor that holds all inputs one after the other; all outputs have the same size.
 [[nodiscard]] TESSERA_API Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
-                                                      const ReduceOp& op, const Group& group);
+                                                      const c10d::ReduceOp& op, const Group& group);
 /// outputs[r] = rank r's inputs[this rank].
 [[nodiscard]] TESSERA_API Pending all_to_all(const Tensors& outputs, const Tensors& inputs,
                                              const Group& group);
 /// tensor = root's tensor.
 [[nodiscard]] TESSERA_API Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group);
 /// On the root alone: tensor = op over the ranks' tensors. The others' tensors keep their values.
-[[nodiscard]] TESSERA_API Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root,
+[[nodiscard]] TESSERA_API Pending reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int64_t root,
                                          const Group& group);
 /// On the root: outputs[r] = rank r's input. On the others `outputs` is empty.
 [[nodiscard]] TESSERA_API Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root,

@@ -14,12 +14,11 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace c10d {
-class Backend;
 class ProcessGroup;
-class Store;
-}  // namespace c10d
+}
 
 namespace tessera {
 

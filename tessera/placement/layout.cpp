@@ -60,17 +60,6 @@ void advance(DimVector& coordinate, IntArrayRef mesh_shape) {
   }
 }
 
-DimVector dense_strides(IntArrayRef shape, IntArrayRef outer_to_inner) {
-  DimVector strides(shape.size());
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    const int64_t dim = outer_to_inner[i];
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(shape[dim], 1);
-  }
-  return strides;
-}
-
 }  // namespace
 
 ShardOrder canonical_order(IntArrayRef order, ArrayRef<Placement> placements) {
@@ -180,11 +169,14 @@ DimVector local_strides(IntArrayRef global_strides, IntArrayRef local_shape) {
   DimVector outer_to_inner = numbers<DimVector>(local_shape.size());
   std::stable_sort(outer_to_inner.begin(), outer_to_inner.end(),
                    [&](int64_t a, int64_t b) { return global_strides[a] > global_strides[b]; });
-  return dense_strides(local_shape, outer_to_inner);
-}
-
-DimVector contiguous_strides(IntArrayRef shape) {
-  return dense_strides(shape, numbers<DimVector>(shape.size()));
+  DimVector strides(local_shape.size());
+  int64_t stride = 1;
+  for (size_t i = local_shape.size(); i-- > 0;) {
+    const int64_t dim = outer_to_inner[i];
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(local_shape[dim], 1);
+  }
+  return strides;
 }
 
 }  // namespace tessera

@@ -72,8 +72,4 @@ TESSERA_API c10::DimVector global_shape_from_locals(c10::ArrayRef<c10::DimVector
 ///   strides (1, 4), local shape [2, 3] -> (1, 2)
 TESSERA_API c10::DimVector local_strides(c10::IntArrayRef global_strides, c10::IntArrayRef local_shape);
 
-/// The strides of a contiguous tensor, as torch gives them: dims of size 0 count as 1.
-///   [4, 3] -> (3, 1)      [3, 0] -> (1, 1)
-TESSERA_API c10::DimVector contiguous_strides(c10::IntArrayRef shape);
-
 }  // namespace tessera

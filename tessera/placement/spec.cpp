@@ -12,6 +12,7 @@
 #include <utility>
 
 #include <c10/util/hash.h>
+#include <c10/util/strides.h>
 
 namespace tessera {
 
@@ -111,7 +112,7 @@ Spec::Spec(const DeviceMesh& mesh, c10::ArrayRef<Placement> placements, c10::Int
               .placements = std::move(normal),
               .order = std::move(canonical),
               .shape = c10::DimVector(shape),
-              .strides = strides ? c10::DimVector(*strides) : contiguous_strides(shape),
+              .strides = strides ? c10::DimVector(*strides) : c10::contiguous_strides(shape),
               .dtype = dtype};
   state.hash = hash_of(state);
   state_ = Table::instance().find(state);

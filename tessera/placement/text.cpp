@@ -7,6 +7,8 @@
 #include <cmath>
 #include <sstream>
 
+#include <c10/util/strides.h>
+
 namespace tessera {
 
 namespace {
@@ -316,7 +318,8 @@ Layout layout_of(const Spec& spec) {
                 .dtype = spec.dtype(),
                 .shape = c10::DimVector(spec.shape()),
                 .strides = std::nullopt};
-  if (spec.strides() != contiguous_strides(spec.shape())) layout.strides = c10::DimVector(spec.strides());
+  if (spec.strides() != c10::contiguous_strides(spec.shape()))
+    layout.strides = c10::DimVector(spec.strides());
   return layout;
 }
 

@@ -70,9 +70,17 @@ RANK_BODY(one_dies) {
         [] {
           const auto group = current_world()->group();
           comm::barrier(group).wait();
-          if (get_rank() == 1) raise(SIGKILL);
-          at::Tensor big = at::ones({1 << 20});
-          for (int i = 0; i < 1000; ++i) comm::all_reduce(big, ReduceOp::SUM, group).wait();
+          std::thread killer;
+          if (get_rank() == 1) {
+            killer = std::thread([] {
+              std::this_thread::sleep_for(std::chrono::milliseconds(100));
+              raise(SIGKILL);
+            });
+          }
+          // Long enough that the kill falls into the midst of it.
+          const at::Tensor big = at::ones({4 << 20});
+          for (int i = 0; i < 10000; ++i) comm::all_reduce(big, ReduceOp::MAX, group).wait();
+          if (killer.joinable()) killer.join();
         },
         options);
   });

@@ -1,0 +1,57 @@
+// What the bookkeeping costs: chunk arithmetic, specs and meshes.
+
+#include <tessera/mesh/device_mesh.h>
+#include <tessera/placement/spec.h>
+
+#include <memory>
+
+#include <benchmark/benchmark.h>
+
+namespace {
+
+using namespace tessera;
+
+DeviceMesh mesh_of(at::IntArrayRef shape) {
+  const int64_t size = c10::multiply_integers(shape);
+  auto world = std::make_shared<World>(WorldOptions{.rank = size / 2, .size = size, .backend = "fake"});
+  return init_device_mesh(at::kCPU, shape, {}, std::move(world));
+}
+
+void local_shape_of_3d_mesh(benchmark::State& state) {
+  const auto placements = {Shard(0), Shard(0), Shard(1)};
+  for (auto _ : state)
+    benchmark::DoNotOptimize(local_shape({4097, 1023}, {2, 4, 8}, placements, {}, {1, 3, 7}));
+}
+BENCHMARK(local_shape_of_3d_mesh);
+
+void find_an_existing_spec(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({2, 4});
+  const Spec kept(mesh, {Shard(0), Replicate()}, {4096, 1024});
+  for (auto _ : state) benchmark::DoNotOptimize(Spec(mesh, {Shard(0), Replicate()}, {4096, 1024}));
+}
+BENCHMARK(find_an_existing_spec);
+
+void make_and_drop_a_new_spec(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({2, 4});
+  int64_t size = 0;
+  for (auto _ : state) benchmark::DoNotOptimize(Spec(mesh, {Shard(0), Replicate()}, {++size, 1024}));
+}
+BENCHMARK(make_and_drop_a_new_spec);
+
+void compare_specs(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({2, 4});
+  const Spec a(mesh, {Shard(0), Replicate()}, {4096, 1024}), b(mesh, {Shard(1), Replicate()}, {4096, 1024});
+  for (auto _ : state) benchmark::DoNotOptimize(a == b);
+}
+BENCHMARK(compare_specs);
+
+void make_a_mesh_of_100000_ranks(benchmark::State& state) {
+  auto world = std::make_shared<World>(WorldOptions{.rank = 54321, .size = 100000, .backend = "fake"});
+  for (auto _ : state)
+    benchmark::DoNotOptimize(init_device_mesh(at::kCPU, {100, 50, 20}, {"pp", "dp", "tp"}, world));
+}
+BENCHMARK(make_a_mesh_of_100000_ranks);
+
+}  // namespace
+
+BENCHMARK_MAIN();

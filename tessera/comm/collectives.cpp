@@ -1,6 +1,6 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/threads/backend.h>
-#include <tessera/comm/threads/reduce.h>
+#include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
 
 #include <numeric>

@@ -13,7 +13,9 @@
 /// sizes; here all of them work everywhere. On "threads" and on what a transport can do by itself these add
 /// nothing.
 ///
-///   - any dtype can be moved; what is reduced is said in threads/reduce.h (in words: all that makes sense)
+///   - any dtype can be moved
+///   - numbers have the reductions sum, avg, product and premul_sum, all but complex ones also min and max,
+///     integers and bool also band, bor and bxor
 ///   - parts may differ in size from rank to rank and be empty; sizes count elements, shapes are free
 ///   - tensors need not be contiguous; results are written in place; autograd is not involved
 ///   - if a peer failed, the error says which and why, where it could tell

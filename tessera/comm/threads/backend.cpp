@@ -1,5 +1,5 @@
 #include <tessera/comm/threads/backend.h>
-#include <tessera/comm/threads/reduce.h>
+#include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>

@@ -1,8 +1,6 @@
 #include <tessera/comm/threads/exchange.h>
-#include <tessera/comm/threads/reduce.h>
+#include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
-
-#include <cstring>
 
 #include <c10/util/Exception.h>
 
@@ -13,6 +11,8 @@ namespace {
 /// What is carried out on the spot by whoever posts last: less than this is not worth a second core.
 constexpr int64_t kInlineBytes = 32 << 10;
 constexpr int64_t kChunkBytes = 128 << 10;
+/// Writing more than this goes past the caches: it would not stay in them until somebody reads it.
+constexpr int64_t kStreamingBytes = 32 << 20;
 
 int64_t item_size(const Task& task) { return static_cast<int64_t>(c10::elementSize(task.dtype)); }
 
@@ -76,10 +76,14 @@ bool Exchange::open(uint64_t number) {
     has_failures_ = true;
     return true;
   }
-  int64_t bytes = 0;
-  for (const Task& task : slot.plan.tasks) bytes += traffic(task);
+  int64_t bytes = 0, written = 0;
+  for (const Task& task : slot.plan.tasks) {
+    bytes += traffic(task);
+    written += task.elements * item_size(task) * task.targets;
+  }
+  slot.streaming = written >= kStreamingBytes;
   if (bytes <= kInlineBytes) {
-    for (const Task& task : slot.plan.tasks) run_task(slot.plan, task, 0, task.elements);
+    for (const Task& task : slot.plan.tasks) run_task(slot, task, 0, task.elements);
     return true;
   }
   uint32_t chunks = 0;
@@ -125,10 +129,11 @@ void Exchange::run_chunk(const Slot& slot, uint32_t chunk) {
   const Task& task = slot.plan.tasks[index];
   const int64_t size = chunk_elements(task);
   const int64_t first = (chunk - slot.first_chunk[index]) * size;
-  run_task(slot.plan, task, first, std::min(size, task.elements - first));
+  run_task(slot, task, first, std::min(size, task.elements - first));
 }
 
-void Exchange::run_task(const Plan& plan, const Task& task, int64_t first, int64_t elements) {
+void Exchange::run_task(const Slot& slot, const Task& task, int64_t first, int64_t elements) {
+  const Plan& plan = slot.plan;
   std::byte* const* sources = plan.pointers.data() + task.first_source;
   std::byte* const* targets = plan.pointers.data() + task.first_target;
   if (plan.op != c10d::ReduceOp::UNUSED) {
@@ -137,7 +142,9 @@ void Exchange::run_task(const Plan& plan, const Task& task, int64_t first, int64
   }
   const auto offset = static_cast<size_t>(first * item_size(task));
   const auto bytes = static_cast<size_t>(elements * item_size(task));
-  for (uint32_t t = 0; t < task.targets; ++t) std::memcpy(targets[t] + offset, sources[0] + offset, bytes);
+  for (uint32_t t = 0; t < task.targets; ++t) {
+    copy(targets[t] + offset, sources[0] + offset, bytes, slot.streaming);
+  }
 }
 
 bool Exchange::poll(uint64_t number) {

@@ -77,6 +77,7 @@ class Exchange {
     std::vector<Call> calls;
     Plan plan;
     std::vector<uint32_t> first_chunk;  // of each task
+    bool streaming = false;             // see copy
   };
   enum class Arrival { early, last, refused };
 
@@ -89,7 +90,7 @@ class Exchange {
   /// Does one chunk of the open collective. False if there is none to do.
   bool help();
   static void run_chunk(const Slot& slot, uint32_t chunk);
-  static void run_task(const Plan& plan, const Task& task, int64_t first, int64_t elements);
+  static void run_task(const Slot& slot, const Task& task, int64_t first, int64_t elements);
 
   /// Whether the collective will never be opened, because the group failed first.
   bool is_lost(const Slot& slot) const;

@@ -20,4 +20,8 @@ void reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op, double factor, 
             int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
             int64_t elements);
 
+/// Copies bytes. `streaming`: past the caches, for what is too much to stay in them; faster then, slower
+/// else.
+void copy(std::byte* target, const std::byte* source, size_t bytes, bool streaming);
+
 }  // namespace tessera::threads

@@ -1,8 +1,12 @@
-#include <tessera/comm/threads/reduce.h>
+#include <tessera/comm/threads/kernels.h>
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -231,6 +235,34 @@ void reduce(c10::ScalarType dtype, ReduceOp::RedOpType op, double factor, std::b
   visit(dtype, [&](auto sample) {
     reduce_as<decltype(sample)>(op, factor, sources, source_count, targets, target_count, first, elements);
   });
+}
+
+void copy(std::byte* target, const std::byte* source, size_t bytes, bool streaming) {
+#if defined(__SSE2__)
+  constexpr size_t kLine = 64;
+  if (streaming && bytes >= kLine) {
+    const size_t head = -reinterpret_cast<uintptr_t>(target) % sizeof(__m128i);
+    std::memcpy(target, source, head);
+    const size_t lines = (bytes - head) / kLine;
+    for (size_t i = 0; i < lines; ++i) {
+      const auto* from = reinterpret_cast<const __m128i*>(source + head + i * kLine);
+      auto* to = reinterpret_cast<__m128i*>(target + head + i * kLine);
+      const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+      const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+      _mm_stream_si128(to, a);
+      _mm_stream_si128(to + 1, b);
+      _mm_stream_si128(to + 2, c);
+      _mm_stream_si128(to + 3, d);
+    }
+    const size_t done = head + lines * kLine;
+    std::memcpy(target + done, source + done, bytes - done);
+    _mm_sfence();  // before anyone is told that it is there
+    return;
+  }
+#else
+  (void)streaming;
+#endif
+  std::memcpy(target, source, bytes);
 }
 
 }  // namespace tessera::threads

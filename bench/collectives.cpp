@@ -15,9 +15,10 @@
 #include <unistd.h>
 #include <vector>
 
-#include "support/spawn.h"
 #include <ATen/ATen.h>
 #include <CLI/CLI.hpp>
+
+#include "support/spawn.h"
 
 namespace {
 

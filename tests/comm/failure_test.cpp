@@ -7,8 +7,9 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "tests/support/ranks.h"
 #include <ATen/ATen.h>
+
+#include "tests/support/ranks.h"
 
 namespace tessera {
 namespace {

@@ -8,9 +8,10 @@
 #include <sys/wait.h>
 #include <thread>
 
+#include <ATen/ATen.h>
+
 #include "tests/comm/collective_suite.h"
 #include "tests/support/ranks.h"
-#include <ATen/ATen.h>
 
 namespace tessera {
 namespace {

@@ -7,9 +7,10 @@
 #include <random>
 #include <thread>
 
+#include <ATen/ATen.h>
+
 #include "tests/comm/collective_suite.h"
 #include "tests/support/ranks.h"
-#include <ATen/ATen.h>
 
 namespace tessera {
 namespace {

@@ -16,6 +16,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "tests/support/errors.h"
+
 namespace tessera {
 namespace {
 
@@ -31,17 +33,9 @@ std::shared_ptr<World> fake_world(int64_t rank, int64_t size) {
   return std::make_shared<World>(options);
 }
 
-/// Calls `fn`, which must throw an `Error`, and returns its message.
 template <typename Error = c10::ValueError, typename Fn>
 std::string message_of(Fn&& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    EXPECT_EQ(typeid(error), typeid(Error)) << error.what();
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
+  return testing::error_of<Error>(fn);
 }
 
 /// The oracle: a plain row-major array of ranks.

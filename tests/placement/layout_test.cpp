@@ -5,15 +5,18 @@
 #include <numeric>
 #include <vector>
 
-#include "expect_error.h"
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/errors.h"
+
 namespace tessera {
 namespace {
+
+using testing::expect_error;
 
 using c10::DimVector;
 using c10::IntArrayRef;

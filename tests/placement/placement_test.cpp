@@ -7,13 +7,17 @@
 #include <unordered_set>
 #include <vector>
 
-#include "expect_error.h"
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/errors.h"
+
 namespace tessera {
 namespace {
+
+using testing::error_of;
+using testing::expect_error;
 
 std::vector<Placement> samples() {
   std::vector<Placement> out = {Replicate(), NormPartial(2), NormPartial(2.5), NormPartial(-1)};

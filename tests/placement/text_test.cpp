@@ -4,13 +4,17 @@
 #include <string>
 #include <vector>
 
-#include "expect_error.h"
-#include "fake_mesh.h"
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include "tests/placement/fake_mesh.h"
+#include "tests/support/errors.h"
+
 namespace tessera {
 namespace {
+
+using testing::error_of;
+using testing::expect_error;
 
 using c10::DimVector;
 using c10::IntArrayRef;

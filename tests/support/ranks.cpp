@@ -4,8 +4,6 @@
 #include <iostream>
 #include <map>
 
-#include <c10/util/Exception.h>
-
 namespace tessera::testing {
 
 namespace {
@@ -32,18 +30,6 @@ void expect_ok(const std::vector<support::ProcessResult>& results) {
                                     << ", signal " << results[rank].signal << ":\n"
                                     << results[rank].output;
   }
-}
-
-std::string error_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "expected an error, but there was none";
-  return "";
 }
 
 }  // namespace tessera::testing

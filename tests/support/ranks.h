@@ -4,9 +4,11 @@
 #include <string>
 #include <vector>
 
-#include "support/spawn.h"
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "support/spawn.h"
+#include "tests/support/errors.h"
 
 /// Tests that need real processes: a body is registered by name, and `spawn_ranks` runs this test program
 /// again, once per rank, to do nothing but that body. Expectations in it fail the test with the output of the
@@ -28,8 +30,5 @@ std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t
 
 /// Expects all of them to have ended well.
 void expect_ok(const std::vector<support::ProcessResult>& results);
-
-/// The message of what `function` throws, without libtorch's stack trace; fails if it throws nothing.
-std::string error_of(const std::function<void()>& function);
 
 }  // namespace tessera::testing

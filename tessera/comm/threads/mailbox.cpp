@@ -6,6 +6,19 @@
 
 namespace tessera::threads {
 
+namespace {
+
+std::shared_ptr<Parcel> make_parcel(int64_t from, int64_t to, int tag, const at::Tensor& tensor) {
+  auto parcel = std::make_shared<Parcel>();
+  parcel->from = from;
+  parcel->to = to;
+  parcel->tag = tag;
+  parcel->tensor = tensor;
+  return parcel;
+}
+
+}  // namespace
+
 std::string Parcel::str(const std::vector<int64_t>& members, bool sending) const {
   const std::string what = c10::str(c10::toString(tensor.scalar_type()), tensor.sizes(), ", tag ", tag);
   if (sending) return c10::str("send(", what, ") to rank ", members[to]);
@@ -14,21 +27,11 @@ std::string Parcel::str(const std::vector<int64_t>& members, bool sending) const
 }
 
 std::shared_ptr<Parcel> Mailbox::send(int64_t from, int64_t to, int tag, const at::Tensor& tensor) {
-  auto parcel = std::make_shared<Parcel>();
-  parcel->from = from;
-  parcel->to = to;
-  parcel->tag = tag;
-  parcel->tensor = tensor;
-  return post(std::move(parcel), true);
+  return post(make_parcel(from, to, tag, tensor), true);
 }
 
 std::shared_ptr<Parcel> Mailbox::receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor) {
-  auto parcel = std::make_shared<Parcel>();
-  parcel->from = from;
-  parcel->to = to;
-  parcel->tag = tag;
-  parcel->tensor = tensor;
-  return post(std::move(parcel), false);
+  return post(make_parcel(from, to, tag, tensor), false);
 }
 
 std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sending) {

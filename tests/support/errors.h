@@ -18,7 +18,9 @@ std::string error_of(Call&& call) {
   try {
     call();
   } catch (const Error& error) {
-    if (!std::is_same_v<Error, std::exception>) EXPECT_EQ(typeid(error), typeid(Error)) << error.what();
+    if (!std::is_same_v<Error, std::exception>) {
+      EXPECT_EQ(typeid(error), typeid(Error)) << error.what();
+    }
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     return known ? known->what_without_backtrace() : error.what();
   }

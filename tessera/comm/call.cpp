@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/hash.h>
 
-namespace tessera {
+namespace tessera::calls {
 
 using c10d::ReduceOp;
 
@@ -482,4 +482,4 @@ void CallBuilder::separate_overlaps() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::calls

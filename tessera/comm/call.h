@@ -15,7 +15,7 @@
 
 /// What the ranks of a group ask for when they call a collective, whether their calls fit together, and what
 /// has to be moved and reduced to answer them. Pure: no ranks, no threads, no transport.
-namespace tessera {
+namespace tessera::calls {
 
 enum class Collective : uint8_t {
   all_reduce,
@@ -144,4 +144,4 @@ class CallBuilder {
   CopyBack copy_back_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::calls

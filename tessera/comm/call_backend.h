@@ -46,10 +46,10 @@ class CallBackend : public c10d::Backend {
 
  protected:
   /// `results` are the tensors that the collective writes.
-  virtual Work submit(CallBuilder& call, c10d::OpType type, Tensors results,
+  virtual Work submit(calls::CallBuilder& call, c10d::OpType type, Tensors results,
                       std::chrono::milliseconds timeout, Forward forward) = 0;
   /// Whether calls are to carry the addresses of the data, or only sizes.
-  virtual CallBuilder::Content content() const = 0;
+  virtual calls::CallBuilder::Content content() const = 0;
 };
 
 }  // namespace tessera

@@ -10,6 +10,10 @@
 
 namespace tessera {
 
+using calls::Buffer;
+using calls::Call;
+using calls::Collective;
+
 namespace {
 
 /// A call as numbers, without the data: fixed fields, then the buffers, then the text a byte each.
@@ -77,7 +81,7 @@ class CheckedBackend final : public CallBackend {
   Work recvAnysource(Tensors& tensors, int tag) override { return inner_->recvAnysource(tensors, tag); }
 
  private:
-  Work submit(CallBuilder& builder, c10d::OpType /*type*/, Tensors /*results*/,
+  Work submit(calls::CallBuilder& builder, c10d::OpType /*type*/, Tensors /*results*/,
               std::chrono::milliseconds /*timeout*/, Forward forward) override {
     const std::vector<int64_t> words = encode(builder.build());
     const at::Tensor lengths = gather(at::full({1}, static_cast<int64_t>(words.size()), at::kLong));
@@ -85,13 +89,13 @@ class CheckedBackend final : public CallBackend {
     at::Tensor mine = at::zeros({longest}, at::kLong);
     std::memcpy(mine.data_ptr(), words.data(), words.size() * sizeof(int64_t));
     const at::Tensor all = gather(mine);
-    std::vector<Call> calls;
+    std::vector<Call> all_calls;
     for (int rank = 0; rank < getSize(); ++rank)
-      calls.push_back(decode(all.const_data_ptr<int64_t>() + rank * longest));
-    plan(calls, ranks_, plan_);
+      all_calls.push_back(decode(all.const_data_ptr<int64_t>() + rank * longest));
+    calls::plan(all_calls, ranks_, plan_);
     return forward(*inner_);
   }
-  CallBuilder::Content content() const override { return CallBuilder::Content::sizes; }
+  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::sizes; }
 
   at::Tensor gather(const at::Tensor& mine) {
     at::Tensor input = mine.to(options_.device());
@@ -103,7 +107,7 @@ class CheckedBackend final : public CallBackend {
   const c10::intrusive_ptr<c10d::Backend> inner_;
   const std::vector<int64_t> ranks_;
   const at::TensorOptions options_;
-  Plan plan_;
+  calls::Plan plan_;
 };
 
 }  // namespace

@@ -14,6 +14,8 @@ namespace tessera::comm {
 namespace {
 
 using c10d::ReduceOp;
+using calls::CallBuilder;
+using calls::Collective;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
 /// The backend of the group for where `tensor` is.
@@ -72,7 +74,7 @@ void check_size(const Tensors& tensors, const Group& group, const char* what) {
 
 void check_reduction(const at::Tensor& tensor, const ReduceOp& op, const char* what) {
   TESSERA_CHECK_VALUE(threads::can_reduce(tensor.scalar_type(), op.op_), what, ": there is no reduction ",
-                      name(op.op_), " of ", tensor.scalar_type(), " values.");
+                      calls::name(op.op_), " of ", tensor.scalar_type(), " values.");
 }
 
 /// target = op(parts[0], parts[1], ...), in this order.

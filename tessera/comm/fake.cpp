@@ -31,10 +31,11 @@ class FakeBackend final : public CallBackend {
   Work recvAnysource(Tensors& tensors, int) override { return c10::make_intrusive<FakeWork>(tensors); }
 
  private:
-  Work submit(CallBuilder&, c10d::OpType, Tensors results, std::chrono::milliseconds, Forward) override {
+  Work submit(calls::CallBuilder&, c10d::OpType, Tensors results, std::chrono::milliseconds,
+              Forward) override {
     return c10::make_intrusive<FakeWork>(std::move(results));
   }
-  CallBuilder::Content content() const override { return CallBuilder::Content::sizes; }
+  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::sizes; }
 };
 
 }  // namespace

@@ -7,6 +7,9 @@
 namespace tessera::threads {
 
 using c10d::OpType;
+using calls::Buffer;
+using calls::CallBuilder;
+using calls::Collective;
 using std::chrono::milliseconds;
 
 namespace {

@@ -33,9 +33,9 @@ class ThreadsBackend final : public CallBackend {
   uint64_t getSequenceNumberForGroup() override { return last_; }
 
  private:
-  Work submit(CallBuilder& builder, c10d::OpType type, Tensors results, std::chrono::milliseconds timeout,
-              Forward forward) override;
-  CallBuilder::Content content() const override { return CallBuilder::Content::data; }
+  Work submit(calls::CallBuilder& builder, c10d::OpType type, Tensors results,
+              std::chrono::milliseconds timeout, Forward forward) override;
+  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::data; }
   Work track(Work work);
   Work receive(const Tensors& tensors, int64_t from, int tag, c10d::OpType type);
 

@@ -69,7 +69,7 @@ Exchange::Arrival Exchange::arrive(Slot& slot) const {
 bool Exchange::open(uint64_t number) {
   Slot& slot = this->slot(number);
   try {
-    plan(slot.calls, members_, slot.plan);
+    calls::plan(slot.calls, members_, slot.plan);
   } catch (const c10::Error& error) {
     std::lock_guard lock(mutex_);
     failures_[number] = error.what_without_backtrace();

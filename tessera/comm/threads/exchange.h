@@ -18,6 +18,10 @@
 
 namespace tessera::threads {
 
+using calls::Call;
+using calls::Plan;
+using calls::Task;
+
 /// Where the ranks of one group, threads of this process, meet for their collectives.
 ///
 /// A rank posts its side of a collective and, then or later, waits for it. When all sides of the oldest

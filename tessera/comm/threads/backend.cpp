@@ -198,11 +198,11 @@ void ThreadsBackend::abort() {
 ThreadsBackend::Work ThreadsBackend::submit(CallBuilder& builder, OpType type, Tensors results,
                                             milliseconds timeout, Forward /*forward*/) {
   Call call = builder.build();
-  for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, name(call.kind));
+  for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, calls::name(call.kind));
   if (call.op != c10d::ReduceOp::UNUSED) {
     for (const Buffer& buffer : call.in) {
       TESSERA_CHECK_VALUE(can_reduce(buffer.dtype, call.op), describe(call), ": there is no reduction ",
-                          name(call.op), " of ", buffer.dtype, " values.");
+                          calls::name(call.op), " of ", buffer.dtype, " values.");
     }
   }
   if (timeout == c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = timeout_;

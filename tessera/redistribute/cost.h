@@ -1,0 +1,40 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/mesh/device_mesh.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+namespace tessera {
+
+/// What a collective costs among the ranks along a mesh dim: `latency` seconds to start, and `per_byte`
+/// seconds for each byte that the busiest rank receives.
+struct LinkCost {
+  double latency = 0;
+  double per_byte = 0;
+
+  bool operator==(const LinkCost&) const = default;
+
+  /// What is usual of a backend: "threads", "gloo", "nccl" or "fake". Of any other: as of gloo.
+  static TESSERA_API LinkCost of_backend(std::string_view name);
+};
+
+/// One link per mesh dim, or none for what is usual of the backend that carries the mesh's tensors.
+///   CostModel{}                                  the default
+///   CostModel{{{1e-4, 1e-9}, {2e-5, 1e-11}}}     dim 0 between machines, dim 1 within one
+struct CostModel {
+  c10::SmallVector<LinkCost, 4> links = {};
+
+  /// The links, one for each dim of `mesh`. Throws if there are some, but not as many as the mesh has dims,
+  /// or if one is negative or not a number.
+  TESSERA_API c10::SmallVector<LinkCost, 4> of(const DeviceMesh& mesh) const;
+};
+
+/// One collective over several mesh dims at once goes at the pace of the slowest of them.
+TESSERA_API LinkCost joint(c10::ArrayRef<LinkCost> links, c10::IntArrayRef mesh_dims);
+
+}  // namespace tessera

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/placement/spec.h>
+#include <tessera/redistribute/cost.h>
+
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/util/SmallVector.h>
+
+/// How a tensor gets from one layout to another: a pure function of two specs. No rank is asked anything, so
+/// it can be called on any rank, in the mesh or not, and gives all of them the same answer.
+
+namespace tessera {
+
+enum class StepKind : uint8_t {
+  all_gather,      ///< the innermost cuts by these mesh dims are undone: S -> R
+  all_reduce,      ///< P -> R
+  reduce_scatter,  ///< P -> S, the new cut being the innermost of its tensor dim
+  all_to_all,  ///< every rank receives exactly what it needs and lacks: S -> S', cuts in another order, ...
+  slice,       ///< no communication: every rank keeps a part of what it holds, R -> S
+  to_partial,  ///< no communication: R -> P, and S -> P with the neutral element around the shard
+  rescale,     ///< no communication: P(sum) <-> P(avg)
+};
+
+/// "all_gather", ...
+TESSERA_API std::string_view name(StepKind kind);
+
+struct Step {
+  StepKind kind;
+  /// Whose ranks take part, as one group that counts them row-major in this order. For local steps: whose
+  /// placements change.
+  c10::SmallVector<int64_t, 4> mesh_dims;
+  /// The tensor dims that are cut differently after the step, in ascending order.
+  c10::SmallVector<int64_t, 4> tensor_dims;
+  /// Of what is reduced, or becomes partial. avg is that of all mesh dims; sum if only some average.
+  std::optional<ReduceOp> op;
+  /// What the ranks hold after the step.
+  Spec after;
+  /// What the busiest rank receives. An all_reduce of n ranks counts 2 (n-1)/n times what they hold and a
+  /// reduce_scatter n-1 times what each gets, as in a ring. In an exchange among more than 64 ranks the
+  /// busiest one is sought at the corners of the mesh only.
+  int64_t bytes = 0;
+  /// By the cost model.
+  double seconds = 0;
+
+  bool communicates() const { return kind < StepKind::slice; }
+};
+
+/// Steps that take a tensor from one layout to the other.
+struct TESSERA_API Plan {
+  Spec from;
+  Spec to;
+  std::vector<Step> steps;
+
+  /// Received by the busiest rank over all steps, if it is the same in all of them: an upper bound.
+  int64_t bytes() const;
+  double seconds() const;
+  bool communicates() const;
+
+  ///   [S(0), P(sum)] -> [R, S(1)]   f32[4096, 4096] on mesh(dp=2, tp=4)
+  ///     1. reduce_scatter  tp  dim 1  24.0 MiB/rank  1.0 ms
+  ///     2. all_gather      dp  dim 0   8.0 MiB/rank  0.3 ms
+  std::string str() const;
+  friend TESSERA_API std::ostream& operator<<(std::ostream& out, const Plan& plan);
+};
+
+/// The cheapest steps known from one layout to the other, under `costs`. Both specs must have the same mesh,
+/// global shape and dtype; strides do not matter. Without steps if nothing has to be done.
+///
+///   - S -> S' is one all_to_all, P -> S one reduce_scatter, R -> S a slice; through Replicate only if asked.
+///   - Mesh dims that do the same are done by one collective over their joint group.
+///   - Where several mesh dims cut one tensor dim, only the innermost cut can be gathered alone, and a new
+///   cut
+///     becomes the innermost. Anything else (another order, strided shards, outer cuts) is one all_to_all.
+///   - Mesh dims of size 1 cost nothing.
+///
+/// Found by a best-first search over layouts; the time does not depend on the number of ranks.
+TESSERA_API Plan plan(const Spec& from, const Spec& to, const CostModel& costs = {});
+
+}  // namespace tessera

@@ -74,7 +74,9 @@ class TESSERA_API Spec {
   Spec with_placements(c10::ArrayRef<Placement> placements, c10::IntArrayRef order = {}) const;
 
   friend bool operator==(const Spec& a, const Spec& b) { return a.state_ == b.state_; }
-  size_t hash() const { return std::hash<const void*>()(state_.get()); }
+  size_t hash() const { return std::hash<const void*>()(id()); }
+  /// An address that equal specs share and, as long as one of them exists, no others have. Null if undefined.
+  const void* id() const { return state_.get(); }
 
   /// "[S(0), P(sum)] on mesh(dp=2, tp=4): f32[4096, 1024]"; see text.h.
   std::string str() const;

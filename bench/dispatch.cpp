@@ -1,0 +1,156 @@
+// What an operator call costs on a distributed tensor beyond the same call on its local tensor, on meshes of
+// the fake backend, so that nothing but dispatch is measured. `--torch FILE` adds the costs of PyTorch's own
+// DTensor, as dispatch_torch.py printed them.
+
+#include <tessera/dtensor/dtensor.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <CLI/CLI.hpp>
+
+namespace {
+
+using namespace tessera;
+using Tensors = std::vector<at::Tensor>;
+
+struct Operation {
+  std::string name;
+  std::function<void(const Tensors&)> call;
+};
+
+/// On x, y and w, all 8 x 8 on each rank; x and y cut along dim 0, w replicated.
+std::vector<Operation> operations() {
+  return {
+      {"add", [](const Tensors& t) { at::add(t[0], t[1]); }},
+      {"mul scalar", [](const Tensors& t) { at::mul(t[0], 2); }},
+      {"relu", [](const Tensors& t) { at::relu(t[0]); }},
+      {"mm", [](const Tensors& t) { at::mm(t[0], t[2]); }},
+      {"addmm", [](const Tensors& t) { at::addmm(t[1], t[0], t[2]); }},
+      {"t", [](const Tensors& t) { t[0].t(); }},
+      {"view", [](const Tensors& t) { t[0].view(t[0].sizes()); }},
+      {"sum", [](const Tensors& t) { t[0].sum(); }},
+      {"sum dim", [](const Tensors& t) { t[0].sum(1); }},
+      {"detach", [](const Tensors& t) { t[0].detach(); }},
+      {"clone", [](const Tensors& t) { t[0].clone(); }},
+      {"copy_", [](const Tensors& t) { const_cast<at::Tensor&>(t[1]).copy_(t[0]); }},
+      {"add_", [](const Tensors& t) { const_cast<at::Tensor&>(t[1]).add_(t[0]); }},
+      {"empty_like", [](const Tensors& t) { at::empty_like(t[0]); }},
+  };
+}
+
+/// Microseconds a call takes: the least of several batches, as disturbances only add.
+double microseconds(const std::function<void()>& call, int count = 2000) {
+  for (int i = 0; i < 200; ++i) call();
+  double least = 1e30;
+  for (int batch = 0; batch < 15; ++batch) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) call();
+    least = std::min(
+        least,
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() / count);
+  }
+  return least;
+}
+
+void linear_relu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+  at::relu(at::linear(x, w, b)).sum().backward();
+}
+
+Tensors plain_tensors() { return {at::ones({8, 8}), at::ones({8, 8}), at::ones({8, 8})}; }
+
+struct Distributed {
+  explicit Distributed(std::vector<int64_t> shape)
+      : world(std::make_shared<World>(
+            WorldOptions{.rank = 0, .size = c10::multiply_integers(shape), .backend = "fake"})),
+        mesh(init_device_mesh(at::kCPU, shape, {}, world)),
+        cut(shape.size(), Shard(0)),
+        same(shape.size(), Replicate()) {}
+
+  Tensors tensors() const {
+    return {DTensor::from_local(at::ones({8, 8}), mesh, cut),
+            DTensor::from_local(at::ones({8, 8}), mesh, cut),
+            DTensor::from_local(at::ones({8, 8}), mesh, same)};
+  }
+  std::shared_ptr<World> world;
+  DeviceMesh mesh;
+  Placements cut, same;
+};
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("What dispatch costs: plain libtorch, Tessera, and PyTorch's DTensor if its costs are given");
+  std::string torch_file;
+  app.add_option("--torch", torch_file, "What dispatch_torch.py printed")->check(CLI::ExistingFile);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  std::map<std::string, double> torch;  // overheads
+  std::ifstream lines(torch_file);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t tab = line.find('\t');
+    if (tab != std::string::npos) torch[line.substr(0, tab)] = std::stod(line.substr(tab + 1));
+  }
+
+  const std::vector<Distributed> meshes{Distributed({2}), Distributed({2, 2}), Distributed({2, 2, 2})};
+  std::printf("Dispatch: overhead in us over the plain operator (8 x 8 on each rank)\n");
+  std::printf("%-20s%10s%10s%10s%10s%16s%10s\n", "", "plain", "1-d", "2-d", "3-d", "torch DTensor", "ratio");
+  std::vector<double> overheads, ratios;
+  auto row = [&](const std::string& name, double plain, const std::vector<double>& costs) {
+    std::printf("%-20s%10.2f", name.c_str(), plain);
+    for (const double cost : costs) std::printf("%10.2f", cost - plain);
+    if (const auto found = torch.find(name); found != torch.end()) {
+      std::printf("%16.1f%9.0fx", found->second, found->second / (costs[0] - plain));
+    }
+    std::printf("\n");
+  };
+  {
+    const at::NoGradGuard no_grad;
+    for (const Operation& operation : operations()) {
+      const Tensors plain = plain_tensors();
+      const double base = microseconds([&] { operation.call(plain); });
+      std::vector<double> costs;
+      for (const Distributed& distributed : meshes) {
+        const Tensors tensors = distributed.tensors();
+        costs.push_back(microseconds([&] { operation.call(tensors); }));
+        overheads.push_back(costs.back() - base);
+      }
+      row(operation.name, base, costs);
+    }
+  }
+  std::printf("%-20s%10s%10.2f us, largest %.2f us\n", "median overhead", "", median(overheads),
+              *std::max_element(overheads.begin(), overheads.end()));
+
+  auto train = [](const at::Tensor& x, at::Tensor w, at::Tensor b) {
+    w.requires_grad_();
+    b.requires_grad_();
+    return microseconds([&] { linear_relu(x, w, b); }, 300);
+  };
+  const double base = train(at::ones({8, 8}), at::ones({8, 8}), at::ones({8}));
+  std::vector<double> costs;
+  for (const Distributed& distributed : meshes) {
+    // Cut along the features of the result, so that nothing has to be moved.
+    const Placements columns(distributed.mesh.ndim(), Shard(0));
+    costs.push_back(train(DTensor::from_local(at::ones({8, 8}), distributed.mesh, distributed.same),
+                          DTensor::from_local(at::ones({8, 8}), distributed.mesh, columns).detach(),
+                          DTensor::from_local(at::ones({8}), distributed.mesh, columns).detach()));
+  }
+  row("linear+relu fw+bw", base, costs);
+  return 0;
+}

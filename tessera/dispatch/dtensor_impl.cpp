@@ -1,0 +1,82 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/error.h>
+
+#include <c10/core/AutogradState.h>
+
+namespace tessera {
+
+namespace {
+
+/// Autograd comes with the backend's key; autocast is chosen by the device and has to be named.
+c10::DispatchKeySet keys_of(const at::Tensor& local) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse3);
+  if (local.device().is_cpu()) return keys.add(c10::DispatchKey::AutocastCPU);
+  if (local.device().is_cuda()) return keys.add(c10::DispatchKey::AutocastCUDA);
+  return keys;
+}
+
+}  // namespace
+
+DTensorImpl::DTensorImpl(at::Tensor local, Spec spec)
+    : TensorImpl(keys_of(local), local.dtype(), local.device()),
+      local_(std::move(local)),
+      spec_(std::move(spec)) {
+  set_storage_access_should_throw();
+  set_sizes_and_strides(spec_.shape(), spec_.strides());
+  // Writes through views must be replayed as the views they are: by default autograd replays them as one
+  // as_strided on the global geometry, which no rank's memory has.
+  c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+}
+
+void DTensorImpl::receive() const {
+  local_ = pending_->wait();
+  pending_.reset();
+}
+
+const char* DTensorImpl::tensorimpl_type_name() const {
+  return "a DTensor, whose data lies on many ranks: call to_local() for this rank's part, or full_tensor() "
+         "for all";
+}
+
+template <class Version>
+c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
+                                                      bool allow_tensor_metadata_change) const {
+  auto impl = c10::make_intrusive<DTensorImpl>(local_, spec_);
+  impl->pending_ = pending_;
+  copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
+                       allow_tensor_metadata_change);
+  impl->is_detached_view_ = is_detached_view_;
+  return impl;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  return copy(version_counter, allow_tensor_metadata_change);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  return copy(std::move(version_counter), allow_tensor_metadata_change);
+}
+
+void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
+  const auto* other = dynamic_cast<const DTensorImpl*>(impl.get());
+  TESSERA_CHECK(other, "The data of a DTensor can only be set to that of another DTensor.");
+  copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
+  local_ = other->local_;
+  pending_ = other->pending_;
+  spec_ = other->spec_;
+  is_detached_view_ = other->is_detached_view_;
+}
+
+at::Tensor make_dtensor(at::Tensor local, Spec spec) {
+  return at::detail::make_tensor<DTensorImpl>(std::move(local), std::move(spec));
+}
+
+void check_local(const at::Tensor& local, const Spec& spec, const char* what) {
+  TESSERA_CHECK_VALUE(local.sizes() == spec.local_shape() && local.scalar_type() == spec.dtype(), what,
+                      ": rank ", spec.mesh().get_rank(), " has a local tensor ", local.scalar_type(),
+                      local.sizes(), ", but of ", spec, " it holds ", spec.dtype(), spec.local_shape(), ".");
+}
+
+}  // namespace tessera

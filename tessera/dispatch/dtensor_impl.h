@@ -1,0 +1,71 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/placement/spec.h>
+#include <tessera/redistribute/execute.h>
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+namespace tessera {
+
+/// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.
+/// Operators on it reach our kernel by the dispatch key PrivateUse3; autograd stands above, as on any
+/// backend.
+class TESSERA_API DTensorImpl final : public c10::TensorImpl {
+ public:
+  /// `local` must have the shape that `spec` gives this rank (see check_local).
+  DTensorImpl(at::Tensor local, Spec spec);
+
+  /// The impl of a distributed tensor, or null if `tensor` is none.
+  static DTensorImpl* of(const at::Tensor& tensor) {
+    auto* impl = tensor.unsafeGetTensorImpl();
+    return impl->key_set().has(c10::DispatchKey::PrivateUse3) ? static_cast<DTensorImpl*>(impl) : nullptr;
+  }
+
+  /// What this rank holds. Waits for it if it is still under way.
+  const at::Tensor& local() const {
+    if (pending_) [[unlikely]]
+      receive();
+    return local_;
+  }
+  const Spec& spec() const { return spec_; }
+
+  /// Says that the local tensor is only a stand-in of the right shape until `pending` has come.
+  void set_pending(std::shared_ptr<PendingTensor> pending) { pending_ = std::move(pending); }
+
+  /// Set on the result of a view operator that had to be a copy: it shares no memory with its base, so
+  /// writing into it would be lost. Our kernel refuses to.
+  bool is_detached_view() const { return is_detached_view_; }
+  void mark_detached_view() { is_detached_view_ = true; }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
+                                                         bool allow_tensor_metadata_change) const override;
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version_counter,
+                                                         bool allow_tensor_metadata_change) const override;
+  void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
+
+ protected:
+  const char* tensorimpl_type_name() const override;
+
+ private:
+  template <class Version>
+  c10::intrusive_ptr<TensorImpl> copy(Version&& version_counter, bool allow_tensor_metadata_change) const;
+
+  void receive() const;
+
+  mutable at::Tensor local_;
+  mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
+  Spec spec_;
+  bool is_detached_view_ = false;
+};
+
+/// A distributed tensor of this rank's `local`. No checks, no autograd.
+TESSERA_API at::Tensor make_dtensor(at::Tensor local, Spec spec);
+
+/// Throws, naming rank and both shapes, unless `local` has the shape and dtype that `spec` gives this rank.
+TESSERA_API void check_local(const at::Tensor& local, const Spec& spec, const char* what);
+
+}  // namespace tessera

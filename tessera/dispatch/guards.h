@@ -1,0 +1,41 @@
+#pragma once
+
+#include <tessera/export.h>
+
+/// What operators on distributed tensors may do of their own accord. Per thread.
+namespace tessera {
+
+/// Whether an operator may move data between ranks to bring its arguments into a form it can work with.
+enum class ImplicitCommunication { allowed, warned, forbidden };
+TESSERA_API ImplicitCommunication implicit_communication();
+
+/// While it lives, operators of this thread do as it says. `forbidden`: such an operator is an error that
+/// names it, the argument and the two placements; `warned`: a warning that does.
+class TESSERA_API ImplicitCommunicationGuard {
+ public:
+  explicit ImplicitCommunicationGuard(ImplicitCommunication mode);
+  ~ImplicitCommunicationGuard();
+  ImplicitCommunicationGuard(const ImplicitCommunicationGuard&) = delete;
+  ImplicitCommunicationGuard& operator=(const ImplicitCommunicationGuard&) = delete;
+
+ private:
+  ImplicitCommunication previous_;
+};
+
+/// Whether a plain tensor among distributed ones is taken to be the same on all ranks, instead of being an
+/// error.
+TESSERA_API bool implicit_replication();
+
+/// While it lives, it is.
+class TESSERA_API ImplicitReplicationGuard {
+ public:
+  ImplicitReplicationGuard();
+  ~ImplicitReplicationGuard();
+  ImplicitReplicationGuard(const ImplicitReplicationGuard&) = delete;
+  ImplicitReplicationGuard& operator=(const ImplicitReplicationGuard&) = delete;
+
+ private:
+  bool previous_;
+};
+
+}  // namespace tessera

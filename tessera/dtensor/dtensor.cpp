@@ -1,0 +1,413 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dtensor/dtensor.h>
+#include <tessera/error.h>
+#include <tessera/placement/text.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/plan.h>
+
+#include <ostream>
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace tessera {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+constexpr std::string_view kRequiresGrad = " requires_grad";
+
+/// What our autograd functions remember between forward and backward.
+struct Memory : torch::CustomClassHolder {
+  Spec spec;  // of the forward input
+  OptionalPlacements grad_placements = {};
+  DTensor::RedistributeOptions options = {};
+};
+
+c10::intrusive_ptr<Memory> remember(Spec spec, OptionalPlacements grad_placements = std::nullopt) {
+  auto memory = c10::make_intrusive<Memory>();
+  memory->spec = std::move(spec);
+  memory->grad_placements = std::move(grad_placements);
+  return memory;
+}
+
+const Memory& recall(AutogradContext* context) {
+  return *static_cast<Memory*>(context->saved_data["memory"].toCapsule().get());
+}
+
+void store(AutogradContext* context, c10::intrusive_ptr<Memory> memory) {
+  context->saved_data["memory"] = c10::IValue::make_capsule(std::move(memory));
+}
+
+Placements with_partials_replicated(Placements placements) {
+  for (Placement& placement : placements) {
+    if (placement.is_partial()) placement = Replicate();
+  }
+  return placements;
+}
+
+/// Errors of data_ptr() on tensors that users make; results of operators do without, as it costs an
+/// allocation.
+at::Tensor with_message(at::Tensor tensor) {
+  tensor.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      "A DTensor has no data pointer, as its data lies on many ranks: call to_local() for this rank's part.");
+  return tensor;
+}
+
+/// Cast to `dtype`, then placed so.
+at::Tensor moved(const at::Tensor& tensor, const Spec& target, at::ScalarType dtype, bool async_op) {
+  const auto* impl = DTensorImpl::of(tensor);
+  const at::Tensor& local = impl->local();
+  auto in_dtype = [&](const Spec& spec) {
+    return Spec(spec.mesh(), spec.placements(), spec.shape(), spec.strides(), dtype, spec.order());
+  };
+  const Spec to = in_dtype(target);
+  const Plan way = plan(in_dtype(impl->spec()), to);
+  const at::Tensor input = local.to(dtype);
+  if (async_op && way.communicates()) {
+    at::Tensor result = make_dtensor(at::empty({0}, input.options()), to);
+    DTensorImpl::of(result)->set_pending(std::make_shared<PendingTensor>(execute_async(way, input)));
+    return with_message(std::move(result));
+  }
+  at::Tensor output = execute(way, input);
+  if (output.is_alias_of(local)) output = output.clone();  // replicas must not be written to on one rank only
+  return with_message(make_dtensor(std::move(output), to));
+}
+
+DTensor::RedistributeOptions in_order(const ShardOrder& order) {
+  DTensor::RedistributeOptions options;
+  options.order.assign(order.begin(), order.end());
+  return options;
+}
+
+struct FromLocal : torch::autograd::Function<FromLocal> {
+  static Variable forward(AutogradContext* context, const Variable& local,
+                          c10::intrusive_ptr<Memory> memory) {
+    at::Tensor result = with_message(make_dtensor(local.detach(), memory->spec));
+    store(context, std::move(memory));
+    return result;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const Memory& memory = recall(context);
+    if (!gradients[0].defined()) return {Variable(), Variable()};
+    const DTensor gradient(gradients[0]);
+    if (memory.grad_placements)
+      return {gradient.redistribute(*memory.grad_placements).to_local(), Variable()};
+    const auto placements = with_partials_replicated(memory.spec.placements());
+    return {gradient.redistribute(placements, in_order(memory.spec.order())).to_local(), Variable()};
+  }
+};
+
+struct ToLocal : torch::autograd::Function<ToLocal> {
+  static Variable forward(AutogradContext* context, const Variable& tensor,
+                          c10::intrusive_ptr<Memory> memory) {
+    at::Tensor local = DTensorImpl::of(tensor)->local().detach();
+    store(context, std::move(memory));
+    return local;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const Memory& memory = recall(context);
+    if (!gradients[0].defined()) return {Variable(), Variable()};
+    const auto placements =
+        memory.grad_placements.value_or(with_partials_replicated(memory.spec.placements()));
+    const auto order = memory.grad_placements ? ShardOrder() : memory.spec.order();
+    const auto strides = local_strides(gradients[0].strides(), memory.spec.shape());
+    const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), c10::IntArrayRef(strides),
+                    gradients[0].scalar_type(), order);
+    check_local(gradients[0], spec, "The gradient of to_local");
+    return {FromLocal::apply(gradients[0], remember(spec)), Variable()};
+  }
+};
+
+struct Redistribute : torch::autograd::Function<Redistribute> {
+  static Variable forward(AutogradContext* context, const Variable& tensor,
+                          c10::intrusive_ptr<Memory> target) {
+    auto memory = remember(DTensorImpl::of(tensor)->spec());
+    memory->options = target->options;
+    store(context, std::move(memory));
+    const at::ScalarType dtype = target->options.forward_dtype.value_or(tensor.scalar_type());
+    return moved(tensor, target->spec, dtype, target->options.async_op);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const Memory& memory = recall(context);
+    if (!gradients[0].defined()) return {Variable(), Variable()};
+    DTensor::RedistributeOptions options = in_order(memory.spec.order());
+    options.async_op = memory.options.async_op;
+    options.forward_dtype = memory.options.backward_dtype;
+    options.backward_dtype = memory.options.forward_dtype;
+    const DTensor gradient =
+        DTensor(gradients[0]).redistribute(with_partials_replicated(memory.spec.placements()), options);
+    return {gradient.to(memory.spec.dtype()), Variable()};
+  }
+};
+
+/// The group of all ranks of a mesh, row-major.
+Group joint_group(const DeviceMesh& mesh) {
+  std::vector<MeshDim> dims;
+  for (const int64_t dim : c10::irange(mesh.ndim())) dims.emplace_back(dim);
+  return mesh.get_group(dims);
+}
+
+std::vector<c10::DimVector> coordinates(const DeviceMesh& mesh) {
+  std::vector<c10::DimVector> result;
+  for (const int64_t rank : c10::irange(mesh.size())) {
+    c10::DimVector coordinate(mesh.ndim());
+    int64_t rest = rank;
+    for (int64_t dim = mesh.ndim() - 1; dim >= 0; --dim) {
+      coordinate[dim] = rest % mesh.shape()[dim];
+      rest /= mesh.shape()[dim];
+    }
+    result.push_back(std::move(coordinate));
+  }
+  return result;
+}
+
+/// The part of a whole tensor that some rank holds.
+at::Tensor part_of(const at::Tensor& whole, const std::vector<Pieces>& pieces) {
+  at::Tensor result = whole;
+  for (const size_t dim : c10::irange(pieces.size())) {
+    const auto d = static_cast<int64_t>(dim);
+    if (pieces[dim].size() == 1) {
+      result = result.narrow(d, pieces[dim][0].offset, pieces[dim][0].size);
+    } else if (pieces[dim].empty()) {
+      result = result.narrow(d, 0, 0);
+    } else {
+      std::vector<at::Tensor> parts;
+      for (const Range& piece : pieces[dim]) parts.push_back(result.narrow(d, piece.offset, piece.size));
+      result = at::cat(parts, d);
+    }
+  }
+  return result.contiguous();
+}
+
+/// Finds the global shape from what the ranks hold, and checks that it fits together on all of them.
+std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mesh,
+                                  const Placements& placements) {
+  constexpr int64_t kMaxDims = 24;
+  TESSERA_CHECK_VALUE(local.dim() <= kMaxDims, "from_local: a tensor of ", local.dim(), " dims is too much.");
+  at::Tensor mine = at::zeros({2 + kMaxDims}, at::kLong);
+  mine[0] = local.dim();
+  mine[1] = static_cast<int64_t>(local.scalar_type());
+  for (const int64_t dim : c10::irange(local.dim())) mine[2 + dim] = local.size(dim);
+  const Group group = joint_group(mesh);
+  at::Tensor all = at::empty({mesh.size(), 2 + kMaxDims}, at::kLong);
+  const at::Device device = mesh.device_type();
+  mine = mine.to(device);
+  at::Tensor gathered = all.to(device);
+  comm::all_gather_into(gathered, mine, group).wait();
+  all = gathered.cpu();
+  const int64_t* row = all.const_data_ptr<int64_t>();
+  std::vector<c10::DimVector> shapes;
+  for (const int64_t rank : c10::irange(mesh.size())) {
+    const int64_t* words = row + rank * (2 + kMaxDims);
+    TESSERA_CHECK_VALUE(words[0] == row[0] && words[1] == row[1], "from_local: rank ", mesh.ranks()[rank],
+                        " has a local tensor of ", words[0], " dims and dtype ",
+                        static_cast<at::ScalarType>(words[1]), ", but rank ", mesh.ranks()[0], " one of ",
+                        row[0], " dims and dtype ", static_cast<at::ScalarType>(row[1]), ".");
+    shapes.emplace_back(words + 2, words + 2 + words[0]);
+  }
+  const auto shape = global_shape_from_locals(shapes, mesh.shape(), placements);
+  return {shape.begin(), shape.end()};
+}
+
+at::TensorOptions on_mesh(at::TensorOptions options, const DeviceMesh& mesh) {
+  return options.has_device() ? options : options.device(mesh.device_type());
+}
+
+Spec factory_spec(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& placements,
+                  const at::TensorOptions& options) {
+  return Spec(mesh, placements, shape, std::nullopt, c10::typeMetaToScalarType(options.dtype()));
+}
+
+DTensor made(at::Tensor local, const Spec& spec, const at::TensorOptions& options) {
+  DTensor result(with_message(make_dtensor(std::move(local), spec)));
+  if (options.requires_grad()) result.requires_grad_();
+  return result;
+}
+
+}  // namespace
+
+DTensor::DTensor(at::Tensor tensor) : at::Tensor(std::move(tensor)) {
+  TESSERA_CHECK_VALUE(!defined() || is_dtensor(*this), "This tensor of shape ", sizes(),
+                      " is not distributed. Make it so with distribute_tensor or DTensor::from_local.");
+}
+
+bool DTensor::is_dtensor(const at::Tensor& tensor) {
+  return tensor.defined() && DTensorImpl::of(tensor) != nullptr;
+}
+
+const Spec& DTensor::spec() const {
+  TESSERA_CHECK(defined(), "This DTensor is undefined.");
+  return DTensorImpl::of(*this)->spec();
+}
+
+DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements) {
+  return from_local(local, mesh, std::move(placements), {});
+}
+
+DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,
+                            const FromLocalOptions& options) {
+  TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
+                      "from_local: needs a plain tensor, but this one is ",
+                      local.defined() ? "distributed already; use redistribute." : "undefined.");
+  TESSERA_CHECK_VALUE(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: got ",
+                      placements.size(), " placements ", c10::ArrayRef<Placement>(placements), " for ", mesh,
+                      ", which has ", mesh.ndim(), " dims.");
+  placements = normalize(placements, local.dim());
+  std::vector<int64_t> shape;
+  if (options.shape) {
+    shape = *options.shape;
+  } else if (options.run_check && mesh.is_member()) {
+    shape = agreed_shape(local, mesh, placements);
+  } else {
+    const auto even = global_shape_if_even(local.sizes(), mesh.shape(), placements);
+    shape.assign(even.begin(), even.end());
+  }
+  c10::OptionalIntArrayRef strides;
+  const auto dense = local_strides(local.strides(), shape);
+  strides = options.strides ? c10::IntArrayRef(*options.strides) : c10::IntArrayRef(dense);
+  const Spec spec(mesh, placements, shape, strides, local.scalar_type());
+  at::Tensor mine = mesh.is_member() ? local : at::empty({0}, local.options());
+  if (mesh.is_member()) {
+    check_local(local, spec, "from_local");
+    if (options.run_check) {
+      for (const int64_t dim : c10::irange(mesh.ndim())) {
+        if (spec.placement(dim).is_replicate() && mesh.shape()[dim] > 1) {
+          mine = mine.contiguous();
+          comm::broadcast(mine.detach(), 0, mesh.get_group(MeshDim(dim))).wait();
+        }
+      }
+    }
+  }
+  return DTensor(FromLocal::apply(mine, remember(spec, options.grad_placements)));
+}
+
+at::Tensor DTensor::to_local(OptionalPlacements grad_placements) const {
+  return ToLocal::apply(static_cast<const at::Tensor&>(*this), remember(spec(), std::move(grad_placements)));
+}
+
+DTensor DTensor::redistribute(Placements placements) const { return redistribute(std::move(placements), {}); }
+
+DTensor DTensor::redistribute(Placements placements, const RedistributeOptions& options) const {
+  const Spec target = spec().with_placements(placements, options.order);
+  if (target == spec() && options.forward_dtype.value_or(scalar_type()) == scalar_type()) return *this;
+  auto memory = remember(target);
+  memory->options = options;
+  return DTensor(Redistribute::apply(static_cast<const at::Tensor&>(*this), std::move(memory)));
+}
+
+std::pair<at::Tensor, DTensor::Context> DTensor::flatten() const {
+  return {DTensorImpl::of(*this)->local(), Context{spec(), requires_grad()}};
+}
+
+DTensor DTensor::unflatten(const at::Tensor& local, const Context& context) {
+  check_local(local, context.spec, "unflatten");
+  DTensor result(with_message(make_dtensor(local.detach(), context.spec)));
+  if (context.requires_grad) result.requires_grad_();
+  return result;
+}
+
+DTensor DTensor::coerce_gradient(const DTensor& gradient) const {
+  const DTensor placed =
+      gradient.redistribute(with_partials_replicated(placements()), in_order(spec().order()));
+  const at::Tensor& local = DTensorImpl::of(placed)->local();
+  return local.is_contiguous() ? placed : DTensor(make_dtensor(local.contiguous(), placed.spec()));
+}
+
+std::string DTensor::Context::str() const {
+  return spec.str() + std::string(requires_grad ? kRequiresGrad : "");
+}
+
+DTensor::Context DTensor::Context::parse(std::string_view text, const DeviceMesh& mesh) {
+  Context context;
+  context.requires_grad = text.ends_with(kRequiresGrad);
+  if (context.requires_grad) text.remove_suffix(kRequiresGrad.size());
+  context.spec = parse_spec(text, mesh);
+  return context;
+}
+
+void check_no_partial(at::TensorList tensors, const std::string& what) {
+  for (const size_t i : c10::irange(tensors.size())) {
+    if (!DTensor::is_dtensor(tensors[i])) continue;
+    const Spec& spec = DTensorImpl::of(tensors[i])->spec();
+    TESSERA_CHECK_VALUE(!spec.has_partial(), what, ": tensor ", i, " is ", spec,
+                        ", which has yet to be reduced. Call redistribute() to R or S first.");
+  }
+}
+
+at::Tensor DTensor::full_tensor(OptionalPlacements grad_placements) const {
+  return redistribute(Placements(device_mesh().ndim(), Replicate())).to_local(std::move(grad_placements));
+}
+
+std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
+  if (!tensor.defined()) return out << "DTensor undefined";
+  const auto* impl = DTensorImpl::of(tensor);
+  out << "DTensor " << impl->spec() << ", rank " << impl->spec().mesh().get_rank() << " holds:\n";
+  return out << impl->local();
+}
+
+DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements,
+                          std::optional<int64_t> source) {
+  TESSERA_CHECK_VALUE(tensor.defined() && !DTensor::is_dtensor(tensor),
+                      "distribute_tensor: needs a plain tensor, but this one is ",
+                      tensor.defined() ? "distributed already; use redistribute." : "undefined.");
+  const at::NoGradGuard no_grad;
+  const at::Tensor whole = tensor.detach().to(mesh.device_type());
+  const Spec target(mesh, placements, whole.sizes(), std::nullopt, whole.scalar_type());
+  const Spec placed = target.with_placements(with_partials_replicated(target.placements()));
+  at::Tensor local;
+  if (!mesh.is_member()) {
+    local = at::empty({0}, whole.options());
+  } else if (!source || mesh.size() == 1) {
+    local = part_of(whole, placed.local_pieces());
+    if (local.is_alias_of(whole)) local = local.clone();
+  } else {
+    TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank number ",
+                        *source, " in ", mesh, ".");
+    const Group group = joint_group(mesh);
+    local = at::empty(placed.local_shape(), whole.options());
+    std::vector<at::Tensor> parts;
+    if (group->getRank() == *source) {
+      for (const auto& coordinate : coordinates(mesh))
+        parts.push_back(part_of(whole, placed.local_pieces(coordinate)));
+    }
+    comm::scatter(local, parts, *source, group).wait();
+  }
+  if (mesh.is_member()) local = execute(plan(placed, target), local);
+  DTensor result(with_message(make_dtensor(std::move(local), target)));
+  result.set_requires_grad(tensor.requires_grad());
+  return result;
+}
+
+DTensor empty(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+              at::TensorOptions options) {
+  const Spec spec = factory_spec(shape, mesh, placements, options);
+  return made(at::empty(spec.local_shape(), on_mesh(options, mesh).requires_grad(false)), spec, options);
+}
+
+DTensor full(c10::IntArrayRef shape, const at::Scalar& value, const DeviceMesh& mesh, Placements placements,
+             at::TensorOptions options) {
+  const Spec spec = factory_spec(shape, mesh, placements, options);
+  const Spec placed = spec.with_placements(with_partials_replicated(spec.placements()));
+  at::Tensor local =
+      at::full(spec.local_shape(), value, on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
+  if (mesh.is_member()) local = execute(plan(placed, spec), local);
+  return made(std::move(local), spec, options);
+}
+
+DTensor zeros(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+              at::TensorOptions options) {
+  return full(shape, 0, mesh, std::move(placements), options);
+}
+
+DTensor ones(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+             at::TensorOptions options) {
+  return full(shape, 1, mesh, std::move(placements), options);
+}
+
+}  // namespace tessera

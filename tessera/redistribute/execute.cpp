@@ -363,6 +363,11 @@ void check_local(const Plan& plan, const at::Tensor& local) {
                       " is of dtype ", to_text(plan.from.dtype()));
 }
 
+// The values as they lie in memory, and nothing else.
+at::Tensor plain(const at::Tensor& local) {
+  return (local.requires_grad() ? local.detach() : local).resolve_conj().resolve_neg();
+}
+
 }  // namespace
 
 PendingTensor::PendingTensor(std::optional<comm::Pending> collective, std::function<at::Tensor()> finish)
@@ -383,7 +388,7 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   check_local(plan, local);
   if (plan.steps.empty()) return local;
   const at::NoGradGuard no_grad;
-  return run(plan, 0, plan.steps.size(), local.resolve_conj().resolve_neg(), false).contiguous();
+  return run(plan, 0, plan.steps.size(), plain(local), false).contiguous();
 }
 
 PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
@@ -394,7 +399,7 @@ PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
   }
   check_local(plan, local);
   const at::NoGradGuard no_grad;
-  const at::Tensor values = run(plan, 0, last - 1, local.resolve_conj().resolve_neg(), false);
+  const at::Tensor values = run(plan, 0, last - 1, plain(local), false);
   const bool owned = std::any_of(plan.steps.begin(), plan.steps.begin() + last - 1,
                                  [](const Step& step) { return step.communicates(); });
   const Spec& before = last == 1 ? plan.from : plan.steps[last - 2].after;

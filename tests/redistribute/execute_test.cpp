@@ -223,7 +223,8 @@ TEST(Execute, EveryReduceOp) {
       const bool inexact = partial.op() == ReduceOp::norm;
       for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBool, at::kInt, at::kComplexFloat}) {
         if (dtype == at::kBool && !boolean) continue;
-        if ((dtype == at::kInt) && !boolean && (partial.op() == ReduceOp::product || inexact)) continue;
+        const bool divides = partial.op() == ReduceOp::product || partial.op() == ReduceOp::avg || inexact;
+        if (dtype == at::kInt && divides) continue;
         const bool ordered = partial.op() == ReduceOp::min || partial.op() == ReduceOp::max;
         if (dtype == at::kComplexFloat && (ordered || boolean || inexact)) continue;
         const at::Tensor full = boolean ? count(shape).remainder(3).ne(0).to(dtype) : count(shape, dtype);

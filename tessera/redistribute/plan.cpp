@@ -22,7 +22,7 @@ namespace {
 using Dims = c10::SmallVector<int64_t, 4>;
 
 // The search ends with the obvious steps from the best layout found so far after this many layouts.
-constexpr int kMaxExpanded = 100;
+constexpr int kMaxExpanded = 64;
 // Up to this many ranks all are looked at while searching, above it a few.
 constexpr int64_t kAllRanks = 16;
 // The same for the bytes that the finished plan tells.
@@ -142,6 +142,7 @@ class Search {
 
   uint16_t line(size_t axis, const Cuts& cuts);
   Cuts wanted(const State& x, size_t axis) const;
+  bool can_become_partial(int64_t mesh_dim) const;
   bool is_cut(const State& x, int64_t mesh_dim) const;
   bool is_goal(const State& x) const;
   double remaining(const State& x) const;
@@ -296,12 +297,15 @@ Cuts Search::wanted(const State& x, size_t axis) const {
     if (!is_pending(x, c.mesh_dim)) out.push_back(c);
   }
   for (const Cut& c : cuts(x, axis)) {
-    const Placement& goal = target(c.mesh_dim);
-    if (goal.is_partial() && !(goal.op() == ReduceOp::avg && to_.dtype() == c10::ScalarType::Bool)) {
-      out.push_back(c);
-    }
+    if (can_become_partial(c.mesh_dim)) out.push_back(c);
   }
   return out;
+}
+
+// Whether a cut becomes partial values without communication.
+bool Search::can_become_partial(int64_t mesh_dim) const {
+  const Placement& goal = target(mesh_dim);
+  return goal.is_partial() && !(goal.op() == ReduceOp::avg && to_.dtype() == c10::ScalarType::Bool);
 }
 
 bool Search::is_cut(const State& x, int64_t mesh_dim) const {
@@ -311,10 +315,18 @@ bool Search::is_cut(const State& x, int64_t mesh_dim) const {
   return false;
 }
 
+// Whether only partial values have to be made. Cuts that become partial may stand where the target has
+// others: each rank then keeps what it needs of what it holds, and all of it is held along those mesh dims.
 bool Search::is_goal(const State& x) const {
   if (x.pending & to_reduce_) return false;
   for (size_t a = 0; a < x.lines.size(); ++a) {
-    if (cuts(x, a) != wanted(x, a)) return false;
+    const Cuts& before = cuts(x, a);
+    if (before == target_cuts_[a]) continue;
+    const size_t same = common_prefix(before, target_cuts_[a]);
+    if (same == before.size()) return false;
+    for (size_t i = same; i < before.size(); ++i) {
+      if (!can_become_partial(before[i].mesh_dim)) return false;
+    }
   }
   return true;
 }

@@ -1,0 +1,412 @@
+#include <tessera/error.h>
+#include <tessera/placement/text.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/overlap.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+namespace tessera {
+
+namespace {
+
+using comm::Tensors;
+
+// A part of a local tensor: ranges of each of its dims.
+using Box = std::vector<Pieces>;
+
+// What ranks that hold `a` and `b` have in common, seen in the local tensor of each.
+struct SharedBox {
+  SharedBox(const std::vector<Pieces>& a, const std::vector<Pieces>& b) {
+    for (size_t d = 0; d < a.size(); ++d) {
+      Overlap shared = overlap(a[d], b[d]);
+      in_a.push_back(std::move(shared.in_a));
+      in_b.push_back(std::move(shared.in_b));
+    }
+  }
+  Box in_a, in_b;
+};
+
+c10::DimVector shape_of(const Box& box) {
+  c10::DimVector shape;
+  for (const Pieces& ranges : box) shape.push_back(length(ranges));
+  return shape;
+}
+
+// The box as a view, or undefined if it has gaps.
+at::Tensor window(at::Tensor tensor, const Box& box) {
+  for (size_t d = 0; d < box.size(); ++d) {
+    if (box[d].size() > 1) return {};
+    const Range range = box[d].empty() ? Range{} : box[d].front();
+    if (range.size != tensor.size(d)) tensor = tensor.narrow(d, range.offset, range.size);
+  }
+  return tensor;
+}
+
+// The box as one tensor: a view if it has no gaps.
+at::Tensor take(at::Tensor tensor, const Box& box) {
+  for (size_t d = 0; d < box.size(); ++d) {
+    if (box[d].size() > 1) {
+      Tensors parts;
+      for (const Range& range : box[d]) parts.push_back(tensor.narrow(d, range.offset, range.size));
+      tensor = at::cat(parts, d);
+    } else {
+      const Range range = box[d].empty() ? Range{} : box[d].front();
+      if (range.size != tensor.size(d)) tensor = tensor.narrow(d, range.offset, range.size);
+    }
+  }
+  return tensor;
+}
+
+void put(const at::Tensor& tensor, const Box& box, const at::Tensor& part, size_t dim = 0) {
+  if (part.numel() == 0) return;
+  if (dim == box.size()) {
+    tensor.copy_(part);
+    return;
+  }
+  int64_t done = 0;
+  for (const Range& range : box[dim]) {
+    put(tensor.narrow(dim, range.offset, range.size), box, part.narrow(dim, done, range.size), dim + 1);
+    done += range.size;
+  }
+}
+
+// Whether the tensors are `all`, one after the other in equal parts.
+bool lie_evenly_in(const at::Tensor& all, const Tensors& parts) {
+  int64_t offset = all.storage_offset();
+  for (const at::Tensor& part : parts) {
+    if (part.numel() != parts[0].numel() || part.storage_offset() != offset) return false;
+    offset += part.numel();
+  }
+  return parts[0].numel() > 0;
+}
+
+// How c10d reduces over some mesh dims, and what is to be done before and after.
+struct Reduction {
+  c10d::ReduceOp op;
+  std::function<at::Tensor(const at::Tensor&)> prepare = {};
+  std::function<at::Tensor(const at::Tensor&)> finish = {};
+};
+
+Reduction reduction_of(const Spec& spec, c10::IntArrayRef mesh_dims) {
+  const Placement first = spec.placement(mesh_dims[0]);
+  const auto dtype = spec.dtype();
+  switch (first.op()) {
+    case ReduceOp::product:
+      return {c10d::ReduceOp::PRODUCT};
+    case ReduceOp::min:
+      return {c10d::ReduceOp::MIN};
+    case ReduceOp::max:
+      return {c10d::ReduceOp::MAX};
+    case ReduceOp::any:
+    case ReduceOp::all: {
+      const c10d::ReduceOp op = first.op() == ReduceOp::any ? c10d::ReduceOp::BOR : c10d::ReduceOp::BAND;
+      if (dtype == at::kBool) return {op};
+      return {op, [](const at::Tensor& x) { return x.ne(0); },
+              [dtype](const at::Tensor& x) { return x.to(dtype); }};
+    }
+    case ReduceOp::norm: {
+      TESSERA_CHECK_VALUE(at::isFloatingType(dtype) || at::isComplexType(dtype), "cannot reduce ", first,
+                          " values of dtype ", to_text(dtype), ": expected a floating point dtype");
+      const double p = first.norm();
+      return {c10d::ReduceOp::SUM, [=](const at::Tensor& x) { return x.abs().pow_(p); },
+              [=](const at::Tensor& x) { return x.pow(1 / p).to(dtype); }};
+    }
+    case ReduceOp::sum:
+    case ReduceOp::avg:
+      break;
+  }
+  int64_t averaged = 1;
+  bool all_average = true;
+  for (const int64_t i : mesh_dims) {
+    const bool averages = spec.placement(i).op() == ReduceOp::avg;
+    all_average &= averages;
+    if (averages) averaged *= spec.mesh().shape()[i];
+  }
+  if (all_average) return {c10d::ReduceOp::AVG};
+  if (averaged == 1) return {c10d::ReduceOp::SUM};
+  const bool exact = at::isFloatingType(dtype) || at::isComplexType(dtype);
+  return {c10d::ReduceOp::SUM, {}, [=](const at::Tensor& x) {
+            return exact ? x.div(averaged) : at::div(x, averaged, "trunc");
+          }};
+}
+
+// What a rank with nothing to contribute holds.
+at::Scalar neutral_of(const Placement& partial, c10::ScalarType dtype) {
+  if (partial.op() == ReduceOp::norm && partial.norm() < 0) return std::numeric_limits<double>::infinity();
+  return neutral(partial.op(), dtype).value_or(0);
+}
+
+// One step of a plan, on one rank.
+class Runner {
+ public:
+  /// `owned`: `local` is seen by nobody else and may be overwritten.
+  Runner(const Step& step, const Spec& before, at::Tensor local, bool owned)
+      : step_(step), before_(before), after_(step.after), local_(std::move(local)), owned_(owned) {}
+
+  PendingTensor post() const;
+
+ private:
+  const DeviceMesh& mesh() const { return before_.mesh(); }
+  c10::IntArrayRef coordinate() const { return *mesh().get_coordinate(); }
+  Group group() const { return mesh().get_group({step_.mesh_dims.begin(), step_.mesh_dims.end()}); }
+  at::Tensor empty(c10::IntArrayRef shape) const { return at::empty(shape, local_.options()); }
+  std::vector<c10::DimVector> peers() const;
+
+  PendingTensor all_reduce() const;
+  PendingTensor all_gather() const;
+  PendingTensor reduce_scatter() const;
+  PendingTensor all_to_all() const;
+  at::Tensor slice() const;
+  at::Tensor to_partial() const;
+  at::Tensor rescale() const;
+
+  const Step& step_;
+  const Spec& before_;
+  const Spec& after_;
+  at::Tensor local_;
+  bool owned_;
+};
+
+// Parts that are received into `output`: right where they belong if they lie together there, else beside.
+class Arrivals {
+ public:
+  Arrivals(at::Tensor output, std::vector<Box> boxes) : output_(std::move(output)), boxes_(std::move(boxes)) {
+    for (const Box& box : boxes_) {
+      at::Tensor part = window(output_, box);
+      in_place_.push_back(part.defined() && part.is_contiguous());
+      parts_.push_back(in_place_.back() ? part : at::empty(shape_of(box), output_.options()));
+    }
+  }
+  const Tensors& parts() const { return parts_; }
+  bool fill_evenly() const {
+    return std::find(in_place_.begin(), in_place_.end(), false) == in_place_.end() &&
+           lie_evenly_in(output_, parts_);
+  }
+  at::Tensor finish() const {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      if (!in_place_[i]) put(output_, boxes_[i], parts_[i]);
+    }
+    return output_;
+  }
+
+ private:
+  at::Tensor output_;
+  std::vector<Box> boxes_;
+  Tensors parts_;
+  std::vector<bool> in_place_;
+};
+
+// The ranks that take part, in the order of the group.
+std::vector<c10::DimVector> Runner::peers() const {
+  std::vector<c10::DimVector> out{c10::DimVector(coordinate())};
+  for (const int64_t dim : step_.mesh_dims) {
+    std::vector<c10::DimVector> longer;
+    for (c10::DimVector& peer : out) {
+      for (peer[dim] = 0; peer[dim] < mesh().shape()[dim]; ++peer[dim]) longer.push_back(peer);
+    }
+    out = std::move(longer);
+  }
+  return out;
+}
+
+PendingTensor Runner::all_reduce() const {
+  const Reduction reduction = reduction_of(before_, step_.mesh_dims);
+  at::Tensor values = reduction.prepare                  ? reduction.prepare(local_).contiguous()
+                      : owned_ && local_.is_contiguous() ? local_
+                                                         : local_.clone(at::MemoryFormat::Contiguous);
+  return PendingTensor(comm::all_reduce(values, reduction.op, group()),
+                       [values, finish = reduction.finish] { return finish ? finish(values) : values; });
+}
+
+PendingTensor Runner::all_gather() const {
+  const std::vector<Pieces> mine = after_.local_pieces();
+  std::vector<Box> boxes;
+  for (const auto& peer : peers()) boxes.push_back(SharedBox(before_.local_pieces(peer), mine).in_b);
+  const at::Tensor output = empty(after_.local_shape());
+  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes));
+  const at::Tensor input = local_.contiguous();
+  return PendingTensor(arrivals->fill_evenly() ? comm::all_gather_into(output, input, group())
+                                               : comm::all_gather(arrivals->parts(), input, group()),
+                       [arrivals, input] { return arrivals->finish(); });
+}
+
+PendingTensor Runner::reduce_scatter() const {
+  const Reduction reduction = reduction_of(before_, step_.mesh_dims);
+  const at::Tensor values = (reduction.prepare ? reduction.prepare(local_) : local_).contiguous();
+  const std::vector<Pieces> mine = before_.local_pieces();
+  Tensors inputs;
+  for (const auto& peer : peers()) {
+    inputs.push_back(take(values, SharedBox(mine, after_.local_pieces(peer)).in_a).contiguous());
+  }
+  const at::Tensor output = at::empty(after_.local_shape(), values.options());
+  const bool even =
+      std::all_of(inputs.begin(), inputs.end(), [&](const at::Tensor& x) { return x.is_alias_of(values); }) &&
+      lie_evenly_in(values, inputs);
+  return PendingTensor(
+      even ? comm::reduce_scatter_from(output, values, reduction.op, group())
+           : comm::reduce_scatter(output, inputs, reduction.op, group()),
+      [values, inputs, output, finish = reduction.finish] { return finish ? finish(output) : output; });
+}
+
+// What a rank has itself does not go through the group.
+PendingTensor Runner::all_to_all() const {
+  const std::vector<Pieces> held = before_.local_pieces();
+  const std::vector<Pieces> needed = after_.local_pieces();
+  const at::Tensor output = empty(after_.local_shape());
+  Tensors inputs;
+  std::vector<Box> boxes;
+  for (const auto& peer : peers()) {
+    if (coordinate() == c10::IntArrayRef(peer)) {
+      const SharedBox kept(held, needed);
+      put(output, kept.in_b, take(local_, kept.in_a));
+      inputs.push_back(empty({0}));
+      boxes.emplace_back(output.dim());
+      continue;
+    }
+    inputs.push_back(take(local_, SharedBox(held, after_.local_pieces(peer)).in_a).contiguous());
+    boxes.push_back(SharedBox(before_.local_pieces(peer), needed).in_b);
+  }
+  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes));
+  return PendingTensor(comm::all_to_all(arrivals->parts(), inputs, group()),
+                       [arrivals, inputs] { return arrivals->finish(); });
+}
+
+at::Tensor Runner::slice() const {
+  if (c10::multiply_integers(after_.local_shape()) == 0) return empty(after_.local_shape());
+  return take(local_, SharedBox(before_.local_pieces(), after_.local_pieces()).in_a);
+}
+
+// The value belongs to the first of the ranks that replicate it, unless all may keep it; of a shard, to the
+// ranks that have it, as often as they are averaged.
+at::Tensor Runner::to_partial() const {
+  bool mine = true;
+  bool grows = false;
+  int64_t factor = 1;
+  for (const int64_t i : step_.mesh_dims) {
+    const ReduceOp op = after_.placement(i).op();
+    if (before_.placement(i).is_shard_like()) {
+      grows = true;
+      if (op == ReduceOp::avg) factor *= mesh().shape()[i];
+    } else {
+      mine &= is_idempotent(op) || coordinate()[i] == 0;
+    }
+  }
+  if (mine && !grows) return local_;
+  const at::Tensor output =
+      at::full(after_.local_shape(), neutral_of(after_.placement(step_.mesh_dims[0]), after_.dtype()),
+               local_.options());
+  if (mine) {
+    const SharedBox kept(before_.local_pieces(), after_.local_pieces());
+    const at::Tensor value = take(local_, kept.in_a);
+    put(output, kept.in_b, factor == 1 ? value : value.mul(factor));
+  }
+  return output;
+}
+
+at::Tensor Runner::rescale() const {
+  double factor = 1;
+  for (const int64_t i : step_.mesh_dims) {
+    const auto count = static_cast<double>(mesh().shape()[i]);
+    factor = after_.placement(i).op() == ReduceOp::avg ? factor * count : factor / count;
+  }
+  if (at::isIntegralType(after_.dtype(), /*includeBool=*/false)) {
+    return local_.mul(static_cast<int64_t>(factor));
+  }
+  return local_.mul(factor);
+}
+
+PendingTensor Runner::post() const {
+  switch (step_.kind) {
+    case StepKind::all_gather:
+      return all_gather();
+    case StepKind::all_reduce:
+      return all_reduce();
+    case StepKind::reduce_scatter:
+      return reduce_scatter();
+    case StepKind::all_to_all:
+      return all_to_all();
+    case StepKind::slice:
+      return PendingTensor({}, [result = slice()] { return result; });
+    case StepKind::to_partial:
+      return PendingTensor({}, [result = to_partial()] { return result; });
+    case StepKind::rescale:
+      return PendingTensor({}, [result = rescale()] { return result; });
+  }
+  TESSERA_CHECK(false, "there is no step of kind ", static_cast<int>(step_.kind));
+}
+
+// Runs steps [begin, end); `before` is what `local` is.
+at::Tensor run(const Plan& plan, size_t begin, size_t end, at::Tensor local, bool owned) {
+  for (size_t i = begin; i < end; ++i) {
+    const Spec& before = i == 0 ? plan.from : plan.steps[i - 1].after;
+    local = Runner(plan.steps[i], before, local, owned).post().wait();
+    owned |= plan.steps[i].communicates();
+  }
+  return local;
+}
+
+void check_local(const Plan& plan, const at::Tensor& local) {
+  const int64_t rank = plan.from.mesh().get_rank();
+  TESSERA_CHECK_VALUE(local.defined(), "rank ", rank, " has no local tensor: expected one of shape ",
+                      plan.from.local_shape(), ", its part of ", plan.from);
+  TESSERA_CHECK_VALUE(local.sizes() == plan.from.local_shape(), "rank ", rank,
+                      " has a local tensor of shape ", local.sizes(), ", but its part of ", plan.from,
+                      " has shape ", plan.from.local_shape());
+  TESSERA_CHECK_VALUE(local.scalar_type() == plan.from.dtype(), "rank ", rank,
+                      " has a local tensor of dtype ", to_text(local.scalar_type()), ", but ", plan.from,
+                      " is of dtype ", to_text(plan.from.dtype()));
+}
+
+// The values as they lie in memory, and nothing else.
+at::Tensor plain(const at::Tensor& local) {
+  return (local.requires_grad() ? local.detach() : local).resolve_conj().resolve_neg();
+}
+
+}  // namespace
+
+PendingTensor::PendingTensor(std::optional<comm::Pending> collective, std::function<at::Tensor()> finish)
+    : collective_(std::move(collective)), finish_(std::move(finish)) {}
+
+at::Tensor PendingTensor::wait() {
+  if (!finish_) return result_;
+  const at::NoGradGuard no_grad;
+  if (collective_) collective_->wait();
+  result_ = finish_();
+  finish_ = {};
+  collective_.reset();
+  return result_;
+}
+
+at::Tensor execute(const Plan& plan, const at::Tensor& local) {
+  if (!plan.from.mesh().is_member()) return local;
+  check_local(plan, local);
+  if (plan.steps.empty()) return local;
+  const at::NoGradGuard no_grad;
+  return run(plan, 0, plan.steps.size(), plain(local), false).contiguous();
+}
+
+PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
+  size_t last = plan.steps.size();
+  while (last > 0 && !plan.steps[last - 1].communicates()) --last;
+  if (last == 0 || !plan.from.mesh().is_member()) {
+    return PendingTensor({}, [result = execute(plan, local)] { return result; });
+  }
+  check_local(plan, local);
+  const at::NoGradGuard no_grad;
+  const at::Tensor values = run(plan, 0, last - 1, plain(local), false);
+  const bool owned = std::any_of(plan.steps.begin(), plan.steps.begin() + last - 1,
+                                 [](const Step& step) { return step.communicates(); });
+  const Spec& before = last == 1 ? plan.from : plan.steps[last - 2].after;
+  auto posted = std::make_shared<PendingTensor>(Runner(plan.steps[last - 1], before, values, owned).post());
+  return PendingTensor({}, [plan, last, posted] {
+    return run(plan, last, plan.steps.size(), posted->wait(), true).contiguous();
+  });
+}
+
+}  // namespace tessera

@@ -16,6 +16,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -473,6 +474,11 @@ at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t di
   const at::Tensor zeros = grad.new_zeros_symint(sizes);
   return is_reduced ? zeros.scatter(dim, indices.unsqueeze(dim), grad.unsqueeze(dim))
                     : zeros.scatter(dim, indices, grad);
+}
+
+/// Operators of other libraries that say nothing of autograd, as libtorch does for the backends it knows.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, library) {
+  library.fallback(torch::autograd::basicAutogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {

@@ -387,6 +387,7 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   if (!plan.from.mesh().is_member()) return local;
   check_local(plan, local);
   if (plan.steps.empty()) return local;
+  if (local.is_meta()) return at::empty(plan.to.local_shape(), local.options());
   const at::NoGradGuard no_grad;
   return run(plan, 0, plan.steps.size(), plain(local), false).contiguous();
 }
@@ -394,7 +395,7 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
 PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
   size_t last = plan.steps.size();
   while (last > 0 && !plan.steps[last - 1].communicates()) --last;
-  if (last == 0 || !plan.from.mesh().is_member()) {
+  if (last == 0 || !plan.from.mesh().is_member() || local.is_meta()) {
     return PendingTensor({}, [result = execute(plan, local)] { return result; });
   }
   check_local(plan, local);

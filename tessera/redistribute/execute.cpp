@@ -404,8 +404,9 @@ PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
   const bool owned = std::any_of(plan.steps.begin(), plan.steps.begin() + last - 1,
                                  [](const Step& step) { return step.communicates(); });
   const Spec& before = last == 1 ? plan.from : plan.steps[last - 2].after;
-  auto posted = std::make_shared<PendingTensor>(Runner(plan.steps[last - 1], before, values, owned).post());
-  return PendingTensor({}, [plan, last, posted] {
+  PendingTensor posted = Runner(plan.steps[last - 1], before, values, owned).post();
+  if (last == plan.steps.size()) return posted;
+  return PendingTensor({}, [plan, last, posted = std::make_shared<PendingTensor>(std::move(posted))] {
     return run(plan, last, plan.steps.size(), posted->wait(), true).contiguous();
   });
 }

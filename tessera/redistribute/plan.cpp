@@ -137,6 +137,7 @@ class Search {
   const Cuts& cuts(const State& x, size_t axis) const { return lines_[axis][x.lines[axis]].cuts; }
   /// The axis (a tensor dim that some layout cuts) of a tensor dim, which becomes one if it was none.
   size_t axis_of(int64_t tensor_dim);
+  void add_axis_to_spread_along();
   std::vector<Cuts> cuts_of(const Spec& spec);
   void choose_samples();
 
@@ -199,18 +200,15 @@ Search::Search(const Spec& from, const Spec& to, const CostModel& costs)
     const Placement& source = from.placement(i);
     if (source.is_partial()) start.pending |= uint64_t{1} << i;
     if (source == target(i)) continue;
-    makes_partial_ |= target(i).is_partial();
-    if (!source.is_partial()) continue;
-    if (target(i).is_partial() && can_rescale(source, target(i), from.dtype())) continue;
-    to_reduce_ |= uint64_t{1} << i;
-    // Values that are reduced and become partial again may be spread along the longest dim in between.
-    if (target(i).is_partial() && from.ndim() > 0) {
-      axis_of(std::max_element(from.shape().begin(), from.shape().end()) - from.shape().begin());
+    if (target(i).is_partial()) {
+      if (source.is_partial() && can_rescale(source, target(i), from.dtype())) continue;
+      makes_partial_ = true;
     }
+    if (source.is_partial()) to_reduce_ |= uint64_t{1} << i;
   }
-
   const auto source_cuts = cuts_of(from);
   target_cuts_ = cuts_of(to);
+  if (makes_partial_) add_axis_to_spread_along();
   target_cuts_.resize(tensor_dims_.size());
   lines_.resize(tensor_dims_.size());
   choose_samples();
@@ -234,6 +232,17 @@ size_t Search::axis_of(int64_t tensor_dim) {
   if (found != tensor_dims_.end()) return found - tensor_dims_.begin();
   tensor_dims_.push_back(tensor_dim);
   return tensor_dims_.size() - 1;
+}
+
+// Values that become partial in the end may be spread until then: best along a long dim that nothing else
+// cuts.
+void Search::add_axis_to_spread_along() {
+  int64_t best = -1;
+  for (int64_t d = 0; d < from_.ndim(); ++d) {
+    if (std::find(tensor_dims_.begin(), tensor_dims_.end(), d) != tensor_dims_.end()) continue;
+    if (best < 0 || from_.shape()[d] > from_.shape()[best]) best = d;
+  }
+  if (best >= 0) axis_of(best);
 }
 
 std::vector<Cuts> Search::cuts_of(const Spec& spec) {
@@ -570,6 +579,17 @@ void Search::expand(int parent) {
     }
   }
   move(parent, gathered);
+
+  // Spread what becomes partial in the end, so that less is moved until then.
+  for (size_t a = 0; a < x.lines.size(); ++a) {
+    Cuts longer = cuts(x, a);
+    for (int64_t i = 0; i < static_cast<int64_t>(mesh_shape_.size()); ++i) {
+      if (exists(i) && can_become_partial(i) && !is_pending(x, i) && !is_cut(x, i)) longer.push_back({i, 1});
+    }
+    State y = x;
+    y.lines[a] = line(a, longer);
+    move(parent, y);
+  }
 
   // Reduce mesh dims alone or together, onto all ranks or spread over them, as wanted or along any axis.
   const Dims pending = pending_dims(x);

@@ -4,7 +4,9 @@
 #include <tessera/redistribute/execute.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <thread>
 
 #include <ATen/ATen.h>
 
@@ -319,16 +321,22 @@ TEST(Execute, SharesMemoryOnlyWithoutCommunication) {
 }
 
 TEST(Execute, AsyncReturnsBeforeThePeersAreThere) {
-  run(2, [] {
+  std::atomic<bool> posted = false;
+  run(2, [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
-    const Spec from(mesh, {Shard(0)}, {4, 4}), to(mesh, {Shard(1)}, {4, 4});
+    const Spec rows(mesh, {Shard(0)}, {4, 4}), columns(mesh, {Shard(1)}, {4, 4});
     const at::Tensor full = count({4, 4});
-    PendingTensor first = execute_async(plan(from, to), part_of(full, from));
-    PendingTensor second = execute_async(plan(to, from), part_of(full, to));
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (get_rank() == 1 && !posted && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::yield();
+    EXPECT_EQ(posted, get_rank() == 1);
+    PendingTensor first = execute_async(plan(rows, columns), part_of(full, rows));
+    PendingTensor second = execute_async(plan(columns, rows), part_of(full, columns));
+    posted = true;
     const at::Tensor result = first.wait();
-    EXPECT_TRUE(at::equal(result, part_of(full, to)));
+    EXPECT_TRUE(at::equal(result, part_of(full, columns)));
     EXPECT_TRUE(first.wait().is_same(result));
-    EXPECT_TRUE(at::equal(second.wait(), part_of(full, from)));
+    EXPECT_TRUE(at::equal(second.wait(), part_of(full, rows)));
   });
 }
 

@@ -4,11 +4,12 @@
 #include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/plan.h>
 
+#include <array>
 #include <chrono>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <random>
-#include <set>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -295,71 +296,94 @@ TEST(Plan, NamesWhatDoesNotFit) {
 
 /// The least that the busiest rank must receive, in elements, whatever the steps, if values are combined by
 /// the ranks and not on the way. Found element by element.
-///   - A rank receives every element that it needs and does not hold; all that it needs, if it must be
-///   reduced.
+///   - Ranks that differ only in mesh dims along which the target becomes partial receive between them every
+///     element that they need and none of them holds; all that they need, if it must be reduced.
 ///   - To reduce an element over n ranks, n-1 values must be received by someone, and the result by all but
 ///   one of
 ///     those that need it; the busiest rank receives at least the average.
-/// Where the target has partial values that the source has not, any rank may hold nothing of them.
-struct Bound {
-  Bound(const Spec& from, const Spec& to) {
-    const c10::IntArrayRef mesh = from.mesh().shape();
-    int64_t ranks = 1, combined = 1, families = 1, new_partial = 1;
-    bool makes_partial = false;
-    for (size_t i = 0; i < mesh.size(); ++i) {
-      const Placement a = from.placement(i), b = to.placement(i);
-      ranks *= mesh[i];
-      if (mesh[i] == 1) continue;
-      makes_partial |= a != b && b.is_partial();
-      if (a != b && b.is_partial()) new_partial *= mesh[i];
-      if (a.is_partial()) (a == b ? families : combined) *= mesh[i];
+int64_t least_received(const Spec& from, const Spec& to) {
+  const c10::IntArrayRef mesh = from.mesh().shape();
+  int64_t combined = 1, kept_partial = 1, made_partial = 1;
+  for (size_t i = 0; i < mesh.size(); ++i) {
+    const Placement a = from.placement(i), b = to.placement(i);
+    if (a != b && b.is_partial()) made_partial *= mesh[i];
+    if (a.is_partial()) (a == b ? kept_partial : combined) *= mesh[i];
+  }
+  const auto mask = [&](const Spec& spec, c10::IntArrayRef coordinate) {
+    std::vector<bool> out(spec.numel(), true);
+    const auto pieces = spec.local_pieces(coordinate);
+    int64_t inner = 1;
+    for (int64_t d = spec.ndim() - 1; d >= 0; inner *= spec.shape()[d--]) {
+      std::vector<bool> held(spec.shape()[d], false);
+      for (const Range& r : pieces[d]) std::fill_n(held.begin() + r.offset, r.size, true);
+      for (size_t e = 0; e < out.size(); ++e) out[e] = out[e] && held[e / inner % spec.shape()[d]];
     }
-    int64_t needed_by_all = 0;
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      c10::DimVector coordinate(mesh.size());
-      for (int64_t i = static_cast<int64_t>(mesh.size()) - 1, rest = rank; i >= 0; rest /= mesh[i--]) {
-        coordinate[i] = rest % mesh[i];
-      }
-      const auto held = from.local_pieces(coordinate), needed = to.local_pieces(coordinate);
-      int64_t need = 1, keep = 1;
-      for (size_t d = 0; d < held.size(); ++d) {
-        std::set<int64_t> have;
-        for (const Range& r : held[d]) {
-          for (int64_t i = r.offset; i < r.end(); ++i) have.insert(i);
-        }
-        int64_t want = 0, both = 0;
-        for (const Range& r : needed[d]) {
-          for (int64_t i = r.offset; i < r.end(); ++i, ++want) both += have.count(i);
-        }
-        need *= want;
-        keep *= both;
-      }
-      needed_by_all += need;
-      if (!makes_partial) elements = std::max(elements, combined > 1 ? need : need - keep);
+    return out;
+  };
+  struct Team {
+    std::vector<bool> needed, held;
+  };
+  std::map<c10::DimVector, Team> teams;
+  const int64_t ranks = c10::multiply_integers(mesh);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    c10::DimVector coordinate(mesh.size()), team(mesh.size());
+    for (int64_t i = static_cast<int64_t>(mesh.size()) - 1, rest = rank; i >= 0; rest /= mesh[i--]) {
+      coordinate[i] = rest % mesh[i];
+      const bool made = from.placement(i) != to.placement(i) && to.placement(i).is_partial();
+      team[i] = made ? 0 : coordinate[i];
     }
-    if (combined > 1 && from.numel() > 0) {
-      const int64_t results = from.numel() * families;
-      const int64_t total =
-          results * (combined - 1) + std::max<int64_t>(0, needed_by_all / new_partial - results);
-      elements = std::max(elements, (total + ranks - 1) / ranks);
+    const std::vector<bool> held = mask(from, coordinate);
+    Team& at = teams[team];
+    at.needed = mask(to, coordinate);
+    at.held.resize(held.size(), false);
+    for (size_t e = 0; e < held.size(); ++e) at.held[e] = at.held[e] || (held[e] && combined == 1);
+  }
+  int64_t least = 0, needed_by_all = 0;
+  for (const auto& [coordinate, team] : teams) {
+    int64_t missing = 0;
+    for (size_t e = 0; e < team.needed.size(); ++e) {
+      needed_by_all += team.needed[e];
+      missing += team.needed[e] && !team.held[e];
+    }
+    // A team that reduces only among its own may divide the work.
+    if (combined == 1 || made_partial == 1) {
+      least = std::max(least, (missing + made_partial - 1) / made_partial);
     }
   }
-  int64_t elements = 0;
-};
+  if (combined > 1) {
+    const int64_t results = from.numel() * kept_partial;
+    const int64_t total = results * (combined - 1) + std::max<int64_t>(0, needed_by_all - results);
+    least = std::max(least, (total + ranks - 1) / ranks);
+  }
+  return least;
+}
 
-/// Why a plan is over the bound.
-std::string reason(const Plan& plan) {
-  bool reduces = false, replicates = false, moves = false;
+/// Why a plan may be over the bound.
+enum Reason : size_t {
+  replicas_work_alike,  // replicas reduce the same values, though they could divide them
+  reduced_then_moved,   // the new cut cannot be the innermost, or other mesh dims change too
+  partial_not_shared,   // one rank receives what several could hold parts of, as the target is partial
+  uneven,               // a ring takes as long as its largest chunk
+  held_in_other_words,  // what becomes partial lies where it is needed, but the cuts do not show it
+};
+constexpr const char* kReasons[] = {"replicas reduce the same values", "reduced, then moved",
+                                    "partial values are not divided among all ranks that may hold them",
+                                    "uneven chunks", "held already, but by other cuts"};
+constexpr double kMost[] = {4.5, 5, 8, 3, std::numeric_limits<double>::infinity()};
+
+Reason reason(const Plan& plan, int64_t bound) {
+  bool reduces = false, moves = false, replicates = false, makes_partial = false;
   for (size_t i = 0; i < plan.from.placements().size(); ++i) {
-    replicates |= plan.from.placement(i).is_replicate() && plan.from.mesh().shape()[i] > 1;
+    replicates |= plan.from.placement(i).is_replicate();
+    makes_partial |= plan.to.placement(i).is_partial() && plan.to.placement(i) != plan.from.placement(i);
   }
   for (const Step& step : plan.steps) {
     (step.kind == all_reduce || step.kind == reduce_scatter ? reduces : moves) |= step.communicates();
   }
-  if (!reduces) return "moved in two steps";
-  if (replicates) return "replicas reduce the same values";
-  if (moves) return "reduced, then moved";
-  return "uneven shards: a ring takes as long as its largest";
+  if (bound == 0) return held_in_other_words;
+  if (reduces && replicates) return replicas_work_alike;
+  if (reduces && moves) return reduced_then_moved;
+  return makes_partial ? partial_not_shared : uneven;
 }
 
 TEST(Plan, BytesAgainstTheLowerBound) {
@@ -368,7 +392,7 @@ TEST(Plan, BytesAgainstTheLowerBound) {
     double worst = 1;
     std::string example;
   };
-  std::map<std::string, Count> over;
+  std::array<Count, 5> over;
   int64_t pairs = 0, at_bound = 0;
   for (const c10::DimVector& mesh_shape :
        {c10::DimVector{2}, c10::DimVector{3}, c10::DimVector{4}, c10::DimVector{2, 2}, c10::DimVector{2, 3},
@@ -377,13 +401,14 @@ TEST(Plan, BytesAgainstTheLowerBound) {
     // What costs is bytes alone.
     const CostModel costs{c10::SmallVector<LinkCost, 4>(mesh_shape.size(), LinkCost{1e-15, 1e-9})};
     const auto lists = all_placements(mesh_shape.size());
+    const c10::DimVector even = mesh_shape.back() == 3 ? c10::DimVector{72, 6} : c10::DimVector{64, 8};
     size_t turn = 0;
-    for (const c10::DimVector& shape : {c10::DimVector{24, 24}, c10::DimVector{5, 7}, c10::DimVector{1, 3}}) {
+    for (const c10::DimVector& shape : {even, c10::DimVector{5, 7}, c10::DimVector{1, 3}}) {
       for (const Placements& from : lists) {
         for (const Placements& to : lists) {
           if (mesh_shape.size() == 3 && ++turn % 7 != 0) continue;
           const Plan found = plan(Spec(mesh, from, shape), Spec(mesh, to, shape), costs);
-          const int64_t bound = 4 * Bound(found.from, found.to).elements;
+          const int64_t bound = 4 * least_received(found.from, found.to);
           const int64_t bytes = found.bytes();
           ++pairs;
           ASSERT_GE(bytes, bound) << "the bound is wrong: " << bound << "\n" << found;
@@ -391,24 +416,29 @@ TEST(Plan, BytesAgainstTheLowerBound) {
             ++at_bound;
             continue;
           }
-          ASSERT_GT(bound, 0) << "communicates without need\n" << found;
+          EXPECT_TRUE(found.from.has_partial() || found.to.has_partial()) << bound << " bytes for\n" << found;
+          if (shape == even) EXPECT_GT(mesh_shape.size(), 1u) << bound << " bytes for\n" << found;
           const double ratio = static_cast<double>(bytes) / static_cast<double>(bound);
-          Count& count = over[reason(found)];
-          ++count.pairs;
-          if (ratio > count.worst) {
-            count.worst = ratio;
-            count.example = found.str();
+          const Reason why = reason(found, bound);
+          if (why == held_in_other_words) EXPECT_TRUE(found.steps.back().kind == to_partial) << found;
+          if (shape == even) EXPECT_NE(why, uneven) << bound << " bytes for\n" << found;
+          ASSERT_LE(ratio, kMost[why]) << found;
+          ++over[why].pairs;
+          if (ratio > over[why].worst) {
+            over[why].worst = ratio;
+            over[why].example = found.str();
           }
         }
       }
     }
   }
   std::cout << at_bound << " of " << pairs << " plans move no more than they must\n";
-  for (const auto& [why, count] : over) {
-    std::cout << count.pairs << " move more: " << why << "; at most " << count.worst
+  for (size_t i = 0; i < over.size(); ++i) {
+    std::cout << over[i].pairs << " move more: " << kReasons[i] << "; at most " << over[i].worst
               << " times as much, as in\n"
-              << count.example << "\n";
+              << over[i].example << "\n";
   }
+  EXPECT_GT(at_bound, pairs / 2);
 }
 
 TEST(Plan, TimeOnAHundredThousandRanks) {

@@ -39,6 +39,8 @@ test: build
 
 bench: build
 	@$(BUILD)/bench/bench_placement
+	@if [ -x .venv/bin/python ]; then .venv/bin/python bench/dispatch_torch.py >$(BUILD)/dispatch_torch.txt; \
+	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
 
 lint:

@@ -7,9 +7,16 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
+#include <tessera/dispatch/cache.h>
+#include <tessera/dispatch/guards.h>
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/placement/chunk.h>
 #include <tessera/placement/layout.h>
 #include <tessera/placement/placement.h>
 #include <tessera/placement/spec.h>
 #include <tessera/placement/text.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/plan.h>
+
+#include <torch/types.h>

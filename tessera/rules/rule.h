@@ -63,7 +63,8 @@ struct Decision {
 struct Rule {
   /// The decision for a call, or nothing if the rule does not apply to it.
   std::function<std::optional<Decision>(Call&)> decide;
-  /// Whether it looks at arguments that are not tensors. Decisions of others are good for all values of those.
+  /// Whether it looks at arguments that are not tensors. Decisions of others are good for all values of
+  /// those.
   bool reads_arguments = false;
 };
 

@@ -11,6 +11,7 @@
 #include <queue>
 #include <sstream>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include <c10/util/hash.h>
@@ -21,8 +22,8 @@ namespace {
 
 using Dims = c10::SmallVector<int64_t, 4>;
 
-// The search ends with the obvious steps from the best layout found so far after this many layouts.
-constexpr int kMaxExpanded = 64;
+// After this many layouts the search ends with the best steps found so far.
+constexpr int kMaxExpanded = 100;
 // Up to this many ranks all are looked at while searching, above it a few.
 constexpr int64_t kAllRanks = 16;
 // The same for the bytes that the finished plan tells.
@@ -182,9 +183,10 @@ class Search {
   bool makes_partial_ = false;  // the target has partial values that the source has not
 
   std::vector<Node> nodes_;
-  std::vector<size_t> hashes_;  // of their states
+  std::unordered_map<size_t, int> known_;  // the node of a state, by its hash
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open_;
   int expanded_ = 0;
+  int goal_ = -1;  // the cheapest node at the target so far
 };
 
 Search::Search(const Spec& from, const Spec& to, const CostModel& costs)
@@ -222,7 +224,7 @@ Search::Search(const Spec& from, const Spec& to, const CostModel& costs)
     start.lines.push_back(line(a, a < source_cuts.size() ? source_cuts[a] : Cuts()));
   }
   nodes_.reserve(256);
-  hashes_.push_back(start.hash());
+  known_.emplace(start.hash(), 0);
   nodes_.push_back({std::move(start), -1, StepKind::slice, {}, 0, 0, false});
   open_.emplace(0, 0, 0);
 }
@@ -463,19 +465,23 @@ void Search::push(int parent, State y, StepKind kind, Dims mesh_dims, bool commu
     nodes_.push_back(std::move(made));
     return;
   }
+  const auto dearer = [&](const Node& other) {
+    return std::tie(other.cost, other.steps) > std::tie(made.cost, made.steps);
+  };
   const size_t hash = made.state.hash();
-  const int count = static_cast<int>(nodes_.size());
-  int index = 0;
-  while (index < count && !(hashes_[index] == hash && nodes_[index].state == made.state)) ++index;
-  if (index < count && std::tie(nodes_[index].cost, nodes_[index].steps) <= std::tie(made.cost, made.steps)) {
-    return;
-  }
-  open_.emplace(made.cost + remaining(made.state), made.steps, index);
-  if (index < count) {
+  const auto found = known_.find(hash);
+  const bool known = found != known_.end() && nodes_[found->second].state == made.state;
+  if (known && !dearer(nodes_[found->second])) return;
+  const double estimate = made.cost + remaining(made.state);
+  if (goal_ >= 0 && estimate > nodes_[goal_].cost) return;
+  const int index = known ? found->second : static_cast<int>(nodes_.size());
+  open_.emplace(estimate, made.steps, index);
+  if (is_goal(made.state) && (goal_ < 0 || dearer(nodes_[goal_]))) goal_ = index;
+  if (known) {
     nodes_[index] = std::move(made);
   } else {
     nodes_.push_back(std::move(made));
-    hashes_.push_back(hash);
+    known_.emplace(hash, index);
   }
 }
 
@@ -632,6 +638,7 @@ std::vector<Step> Search::run() {
       expand(index);
       continue;
     }
+    if (goal_ >= 0) return steps_to(goal_);
     for (; !is_goal(nodes_[index].state); index = static_cast<int>(nodes_.size()) - 1) {
       const Dims pending = pending_dims(nodes_[index].state);
       pending.empty() ? move_all(index) : reduce(index, pending);

@@ -446,6 +446,7 @@ TEST(Plan, TimeOnAHundredThousandRanks) {
   const Placements choices = {Replicate(), Shard(0), Shard(1), Shard(2), Partial(), StridedShard(0, 2)};
   std::mt19937 random(1);
   std::vector<double> times;
+  double most = 0;
   Plan slowest;
   for (int i = 0; i < 1000; ++i) {
     Placements from, to;
@@ -455,13 +456,17 @@ TEST(Plan, TimeOnAHundredThousandRanks) {
     }
     const Spec a(mesh, from, {100003, 70000, 512}), b(mesh, to, {100003, 70000, 512});
     double best = 1;
-    for (int repeat = 0; repeat < 3; ++repeat) {  // nothing is kept between calls: all are cold
+    Plan found;
+    for (int repeat = 0; repeat < 5; ++repeat) {  // nothing is kept between calls: all are cold
       const auto start = std::chrono::steady_clock::now();
-      const Plan found = plan(a, b);
+      found = plan(a, b);
       const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
       best = std::min(best, time.count());
-      if (times.empty() || best > *std::max_element(times.begin(), times.end())) slowest = found;
-      ASSERT_TRUE(found.steps.empty() || found.steps.back().after == b);
+    }
+    ASSERT_TRUE(found.steps.empty() || found.steps.back().after == b);
+    if (best > most) {
+      most = best;
+      slowest = found;
     }
     times.push_back(best);
   }

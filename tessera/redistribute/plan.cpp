@@ -820,7 +820,7 @@ std::string Plan::str() const {
   for (const Step& step : steps) {
     std::array<std::string, 5> row{std::string(name(step.kind)), "", tensor_dims_text(step), "local", ""};
     for (const int64_t i : step.mesh_dims)
-      row[1] += (row[1].empty() ? "" : ",") + mesh_dim_text(to.mesh(), i);
+      row[1] += c10::str(row[1].empty() ? "" : ",", mesh_dim_text(to.mesh(), i));
     if (step.communicates()) {
       row[3] = bytes_text(step.bytes);
       row[4] = seconds_text(step.seconds);
@@ -833,7 +833,7 @@ std::string Plan::str() const {
     for (size_t j = 0; j < width.size(); ++j) {
       if (width[j] == 0) continue;
       const std::string pad(width[j] - rows[i][j].size(), ' ');
-      line += (j == 0 ? " " : "  ") + (j < 3 ? rows[i][j] + pad : pad + rows[i][j]);
+      line += c10::str(j == 0 ? " " : "  ", j < 3 ? rows[i][j] + pad : pad + rows[i][j]);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     out << line;

@@ -2,6 +2,7 @@
 #include <tessera/redistribute/cost.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace tessera {
 
@@ -21,9 +22,10 @@ c10::SmallVector<LinkCost, 4> CostModel::of(const DeviceMesh& mesh) const {
   TESSERA_CHECK_VALUE(links.size() == ndim, "the cost model has ", links.size(), " links for ", mesh,
                       ": expected one for each of its ", ndim, " dims, or none for the default");
   for (size_t i = 0; i < ndim; ++i) {
-    TESSERA_CHECK_VALUE(links[i].latency >= 0 && links[i].per_byte >= 0, "the cost of mesh dim ", i, " of ",
-                        mesh, " is ", links[i].latency, " s + ", links[i].per_byte,
-                        " s/byte: expected numbers that are not negative");
+    const auto [latency, per_byte] = links[i];
+    TESSERA_CHECK_VALUE(latency >= 0 && per_byte >= 0 && std::isfinite(latency + per_byte),
+                        "the cost of mesh dim ", i, " of ", mesh, " is ", latency, " s + ", per_byte,
+                        " s/byte: expected finite numbers that are not negative");
   }
   return links;
 }

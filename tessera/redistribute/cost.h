@@ -30,7 +30,7 @@ struct CostModel {
   c10::SmallVector<LinkCost, 4> links = {};
 
   /// The links, one for each dim of `mesh`. Throws if there are some, but not as many as the mesh has dims,
-  /// or if one is negative or not a number.
+  /// or if one is negative or not finite.
   TESSERA_API c10::SmallVector<LinkCost, 4> of(const DeviceMesh& mesh) const;
 };
 

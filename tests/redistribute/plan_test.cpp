@@ -189,7 +189,9 @@ TEST(Plan, MeshDimsOfSizeOneCostNothing) {
   for (const auto& from : all_placements(2)) {
     for (const auto& to : all_placements(2)) {
       const Plan found = plan(Spec(on.mesh, from, on.shape), Spec(on.mesh, to, on.shape));
-      if (from[1] == to[1]) EXPECT_TRUE(found.steps.empty()) << found;
+      if (from[1] == to[1]) {
+        EXPECT_TRUE(found.steps.empty()) << found;
+      }
       for (const Step& step : found.steps) {
         EXPECT_EQ(step.mesh_dims, (c10::SmallVector<int64_t, 4>{1})) << found;
       }
@@ -246,12 +248,16 @@ TEST(Plan, ChainsSpecsFromSourceToTarget) {
   for (const auto& from : all_placements(2)) {
     for (const auto& to : all_placements(2)) {
       const Plan found = plan(Spec(on.mesh, from, on.shape), Spec(on.mesh, to, on.shape));
-      if (!found.steps.empty()) EXPECT_EQ(found.steps.back().after, found.to) << found;
+      if (!found.steps.empty()) {
+        EXPECT_EQ(found.steps.back().after, found.to) << found;
+      }
       for (size_t i = 0; i < found.steps.size(); ++i) {
         const Step& step = found.steps[i];
         EXPECT_FALSE(step.mesh_dims.empty()) << found;
         EXPECT_EQ(step.communicates(), step.seconds > 0) << found;
-        if (!step.communicates()) EXPECT_EQ(step.bytes, 0) << found;
+        if (!step.communicates()) {
+          EXPECT_EQ(step.bytes, 0) << found;
+        }
         const bool merged = i == 0 || step.communicates() || found.steps[i - 1].kind != step.kind;
         EXPECT_TRUE(merged) << found;
       }
@@ -287,6 +293,12 @@ TEST(Plan, NamesWhatDoesNotFit) {
   expect_error<c10::Error>([&] { plan(Spec(), spec); }, {"undefined"});
   const Spec other = spec.with_placements({Replicate(), Shard(0)});
   expect_error<c10::ValueError>([&] { plan(spec, other, {{{1, 1}}}); }, {"1 links", "each of its 2 dims"});
+  const double infinity = std::numeric_limits<double>::infinity();
+  expect_error<c10::ValueError>(
+      [&] {
+        plan(spec, other, {{{1, 1}, {1, infinity}}});
+      },
+      {"mesh dim 1", "finite"});
   expect_error<c10::ValueError>(
       [&] {
         plan(spec, other, {{{1, 1}, {-1, 1}}});
@@ -417,11 +429,17 @@ TEST(Plan, BytesAgainstTheLowerBound) {
             continue;
           }
           EXPECT_TRUE(found.from.has_partial() || found.to.has_partial()) << bound << " bytes for\n" << found;
-          if (shape == even) EXPECT_GT(mesh_shape.size(), 1u) << bound << " bytes for\n" << found;
+          if (shape == even) {
+            EXPECT_GT(mesh_shape.size(), 1u) << bound << " bytes for\n" << found;
+          }
           const double ratio = static_cast<double>(bytes) / static_cast<double>(bound);
           const Reason why = reason(found, bound);
-          if (why == held_in_other_words) EXPECT_TRUE(found.steps.back().kind == to_partial) << found;
-          if (shape == even) EXPECT_NE(why, uneven) << bound << " bytes for\n" << found;
+          if (why == held_in_other_words) {
+            EXPECT_TRUE(found.steps.back().kind == to_partial) << found;
+          }
+          if (shape == even) {
+            EXPECT_NE(why, uneven) << bound << " bytes for\n" << found;
+          }
           ASSERT_LE(ratio, kMost[why]) << found;
           ++over[why].pairs;
           if (ratio > over[why].worst) {

@@ -1,9 +1,14 @@
-// What the bookkeeping costs: chunk arithmetic, specs and meshes.
+// What the bookkeeping costs: chunk arithmetic, specs, meshes and plans.
 
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/placement/spec.h>
+#include <tessera/redistribute/plan.h>
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
+#include <random>
+#include <vector>
 
 #include <benchmark/benchmark.h>
 
@@ -51,6 +56,30 @@ void make_a_mesh_of_100000_ranks(benchmark::State& state) {
     benchmark::DoNotOptimize(init_device_mesh(at::kCPU, {100, 50, 20}, {"pp", "dp", "tp"}, world));
 }
 BENCHMARK(make_a_mesh_of_100000_ranks);
+
+/// A thousand pairs of random layouts in turn. Nothing is remembered between plans: each is a cold one.
+void plan_on_a_5d_mesh_of_100000_ranks(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({10, 10, 10, 10, 10});
+  const Placements choices{Replicate(), Shard(0), Shard(1), Shard(2), Partial(), StridedShard(0, 2)};
+  std::mt19937 random(1);
+  std::vector<Spec> specs;
+  for (int i = 0; i < 2000; ++i) {
+    Placements placements;
+    for (int j = 0; j < 5; ++j) placements.push_back(choices[random() % choices.size()]);
+    specs.emplace_back(mesh, placements, c10::IntArrayRef({100003, 70000, 512}));
+  }
+  size_t next = 0;
+  double longest = 0;
+  for (auto _ : state) {
+    const auto start = std::chrono::steady_clock::now();
+    benchmark::DoNotOptimize(plan(specs[next], specs[next + 1]));
+    longest = std::max(
+        longest, std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+    next = (next + 2) % specs.size();
+  }
+  state.counters["longest_us"] = longest;
+}
+BENCHMARK(plan_on_a_5d_mesh_of_100000_ranks)->Iterations(1000);
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/plan.h>
 #include <tessera/rules/rule.h>
 
@@ -46,12 +47,19 @@ struct Argument {
   const Spec& spec() const { return impl().spec(); }
 };
 
+/// How a local tensor gets to where the operator needs it.
+struct Way {
+  Plan plan;
+  /// Where the part that is kept begins, if nothing else has to be done: then it is a view.
+  std::optional<c10::DimVector> slice = {};
+};
+
 /// How to carry out calls with one key.
 struct Recipe {
   std::vector<Spec> inputs;          // of the call: keeps them alive, as their addresses are in the key
   bool by_rule = false;              // else on replicas
   rules::Decision decision;          // by_rule
-  std::vector<Plan> ways;            // of each input to where the operator needs it
+  std::vector<Way> ways;             // of each input
   std::vector<int64_t> local_sizes;  // what to put for decision.sizes_argument
   std::vector<Spec> outputs;         // of the last call, likely to be those of the next
 };
@@ -111,6 +119,7 @@ class OperatorCall {
         first_(stack.size() - schema_.arguments().size()) {}
 
   void run() {
+    const at::AutoDispatchBelowADInplaceOrView below;
     collect();
     if (const auto* known = cache().find(key_)) {
       recipe_ = *known;
@@ -121,10 +130,7 @@ class OperatorCall {
     for (const size_t i : c10::irange(arguments_.size())) place(arguments_[i], recipe_->ways[i]);
     if (recipe_->decision.sizes_argument) argument(*recipe_->decision.sizes_argument) = recipe_->local_sizes;
     substitute();
-    {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      op_.callBoxed(stack_);
-    }
+    op_.callBoxed(stack_);
     for (Argument& argument : arguments_) {
       if (argument.written && argument.moved) write_back(argument);
     }
@@ -199,9 +205,9 @@ class OperatorCall {
     } else if (value.isBool()) {
       key_.push_back(value.toBool());
     } else if (value.isIntList()) {
-      const auto list = value.toIntList();
-      key_.push_back(list.size());
-      for (const int64_t item : list) key_.push_back(static_cast<uint64_t>(item));
+      const auto items = value.toListRef();
+      key_.push_back(items.size());
+      for (const IValue& item : items) key_.push_back(static_cast<uint64_t>(item.toInt()));
     }
   }
 
@@ -259,7 +265,7 @@ class OperatorCall {
       const Spec& from = recipe.inputs[i];
       const Spec to = recipe.by_rule ? from.with_placements(recipe.decision.inputs[i], recipe.decision.order)
                                      : from.with_placements(replicated());
-      recipe.ways.push_back(plan(from, to));
+      recipe.ways.push_back(way(from, to));
     }
     if (recipe.by_rule && recipe.decision.sizes_argument) {
       const rules::Decision& decision = recipe.decision;
@@ -269,6 +275,24 @@ class OperatorCall {
                                .vec();
     }
     return recipe;
+  }
+
+  static Way way(const Spec& from, const Spec& to) {
+    Way result{plan(from, to)};
+    const auto& steps = result.plan.steps;
+    if (steps.empty() || std::any_of(steps.begin(), steps.end(),
+                                     [](const Step& step) { return step.kind != StepKind::slice; })) {
+      return result;
+    }
+    const auto held = from.local_pieces(), kept = to.local_pieces();
+    c10::DimVector offsets;
+    for (const size_t dim : c10::irange(held.size())) {
+      const Pieces places = overlap(held[dim], kept[dim]).in_a;
+      if (places.size() != 1) return result;
+      offsets.push_back(places[0].offset);
+    }
+    result.slice = std::move(offsets);
+    return result;
   }
 
   std::optional<rules::Decision> decide() const {
@@ -288,14 +312,21 @@ class OperatorCall {
   // --- doing it
   // ------------------------------------------------------------------------------------------------------------
 
-  void place(Argument& argument, const Plan& way) {
-    if (way.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed && way.communicates())
-      report(argument, way);
-    argument.local = execute(way, argument.local);
+  void place(Argument& argument, const Way& way) {
+    if (way.plan.steps.empty()) return;
+    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates())
+      report(argument, way.plan);
+    argument.local = way.slice ? sliced(argument.local, way) : execute(way.plan, argument.local);
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
       argument.local = argument.local.clone();
+  }
+
+  static at::Tensor sliced(const at::Tensor& local, const Way& way) {
+    int64_t offset = local.storage_offset();
+    for (const size_t dim : c10::irange(way.slice->size()))
+      offset += (*way.slice)[dim] * local.strides()[dim];
+    return local.as_strided(way.plan.to.local_shape(), local.strides(), offset);
   }
 
   void report(const Argument& argument, const Plan& way) const {

@@ -216,6 +216,7 @@ std::optional<Decision> sum(Call& call, std::vector<int64_t> dims, bool keep) {
 
 /// Each maximal run of dims that the view leaves alone, splits or joins. A cut survives if it is of the first
 /// dim of a run on both sides and falls on the same elements: where both sizes divide by the number of ranks.
+/// Dims of size 1 come and go.
 std::optional<Decision> view(Call& call, size_t sizes_argument) {
   if (call.tensors.size() != 1) return std::nullopt;
   const Spec& spec = call.tensors[0];
@@ -225,7 +226,11 @@ std::optional<Decision> view(Call& call, size_t sizes_argument) {
 
   std::vector<int64_t> target_of(from.size(), -1);  // the dim of `to` that begins where this one does
   size_t i = 0, j = 0;
-  while (i < from.size() && j < to.size()) {
+  auto skip_ones = [&] {
+    while (i < from.size() && from[i] == 1) ++i;
+    while (j < to.size() && to[j] == 1) ++j;
+  };
+  for (skip_ones(); i < from.size() && j < to.size(); skip_ones()) {
     target_of[i] = static_cast<int64_t>(j);
     int64_t a = from[i++], b = to[j++];
     while (a != b) {

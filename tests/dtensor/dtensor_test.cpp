@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include "tests/support/errors.h"
+#include "tests/support/ranks.h"
 
 namespace tessera {
 namespace {
@@ -602,6 +603,27 @@ TEST(DTensorModes, MetaDevice) {
     EXPECT_EQ(real.to_local().device(), at::kCPU);
   });
 }
+
+RANK_BODY(on_processes) {
+  launch(1, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    auto loss = [](const at::Tensor& x, const at::Tensor& w) {
+      return at::softmax(at::relu(at::mm(x, w)), 1).pow(2).sum();
+    };
+    at::Tensor w = numbers({6, 4}).requires_grad_();
+    loss(numbers({5, 6}, 1), w).backward();
+    for (const Placement& of_w : {Replicate(), Shard(0), Shard(1), Partial()}) {
+      for (const Placement& of_x : {Replicate(), Shard(0), Shard(1), Partial()}) {
+        const at::Tensor dw = distribute_tensor(numbers({6, 4}), mesh, {of_w}).requires_grad_();
+        const at::Tensor dx = distribute_tensor(numbers({5, 6}, 1), mesh, {of_x});
+        loss(dx, dw).backward();
+        expect_close(DTensor(dw.grad()).full_tensor(), w.grad(), of_w.str() + of_x.str());
+      }
+    }
+  });
+}
+
+TEST(DTensorProcesses, OverGloo) { testing::expect_ok(testing::spawn_ranks("on_processes", 2)); }
 
 TEST(DTensorErrors, AreForPeople) {
   run(4, [] {

@@ -5,7 +5,7 @@
 #include <tessera/redistribute/plan.h>
 
 #include <array>
-#include <chrono>
+#include <cstdlib>
 #include <iostream>
 #include <limits>
 #include <map>
@@ -398,7 +398,10 @@ Reason reason(const Plan& plan, int64_t bound) {
   return makes_partial ? partial_not_shared : uneven;
 }
 
+/// With TESSERA_LIST_PAIRS in the environment, every pair that moves more than it must is listed with the
+/// reason.
 TEST(Plan, BytesAgainstTheLowerBound) {
+  const bool list = std::getenv("TESSERA_LIST_PAIRS") != nullptr;
   struct Count {
     int64_t pairs = 0;
     double worst = 1;
@@ -442,6 +445,9 @@ TEST(Plan, BytesAgainstTheLowerBound) {
           }
           ASSERT_LE(ratio, kMost[why]) << found;
           ++over[why].pairs;
+          if (list)
+            std::cout << bytes << " bytes, at least " << bound << ", " << kReasons[why] << ": " << found
+                      << "\n";
           if (ratio > over[why].worst) {
             over[why].worst = ratio;
             over[why].example = found.str();
@@ -459,13 +465,10 @@ TEST(Plan, BytesAgainstTheLowerBound) {
   EXPECT_GT(at_bound, pairs / 2);
 }
 
-TEST(Plan, TimeOnAHundredThousandRanks) {
+TEST(Plan, OnAHundredThousandRanks) {
   const DeviceMesh mesh = fake_mesh({10, 10, 10, 10, 10});
   const Placements choices = {Replicate(), Shard(0), Shard(1), Shard(2), Partial(), StridedShard(0, 2)};
   std::mt19937 random(1);
-  std::vector<double> times;
-  double most = 0;
-  Plan slowest;
   for (int i = 0; i < 1000; ++i) {
     Placements from, to;
     for (int j = 0; j < 5; ++j) {
@@ -473,25 +476,9 @@ TEST(Plan, TimeOnAHundredThousandRanks) {
       to.push_back(choices[random() % choices.size()]);
     }
     const Spec a(mesh, from, {100003, 70000, 512}), b(mesh, to, {100003, 70000, 512});
-    double best = 1;
-    Plan found;
-    for (int repeat = 0; repeat < 5; ++repeat) {  // nothing is kept between calls: all are cold
-      const auto start = std::chrono::steady_clock::now();
-      found = plan(a, b);
-      const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-      best = std::min(best, time.count());
-    }
-    ASSERT_TRUE(found.steps.empty() || found.steps.back().after == b);
-    if (best > most) {
-      most = best;
-      slowest = found;
-    }
-    times.push_back(best);
+    const Plan found = plan(a, b);
+    ASSERT_TRUE(a == b ? found.steps.empty() : found.steps.back().after == b) << found;
   }
-  std::sort(times.begin(), times.end());
-  std::cout << "a plan takes " << times[500] * 1e6 << " us (median), " << times[990] * 1e6
-            << " us (99 of 100), at most " << times.back() * 1e6 << " us: " << slowest << "\n";
-  EXPECT_LT(times[990], 5e-3);
 }
 
 }  // namespace

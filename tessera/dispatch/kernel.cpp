@@ -69,8 +69,14 @@ std::atomic<size_t> cache_capacity{4096};
 using RecipeCache = LeastRecentlyUsed<std::shared_ptr<Recipe>>;
 
 RecipeCache& cache() {
-  thread_local RecipeCache instance(cache_capacity);
-  return instance;
+  // Looked up through a plain pointer: an object with a destructor would be asked each time whether it exists
+  // yet.
+  thread_local RecipeCache* known = nullptr;
+  if (!known) [[unlikely]] {
+    thread_local RecipeCache instance(cache_capacity);
+    known = &instance;
+  }
+  return *known;
 }
 
 /// The kernel of one operator, and what is known of it beforehand.
@@ -124,6 +130,7 @@ class OperatorCall {
     if (const auto* known = cache().find(key_)) {
       recipe_ = *known;
     } else {
+      check();
       recipe_ = std::make_shared<Recipe>(make_recipe());
       cache().insert(key_, recipe_);
     }
@@ -154,9 +161,12 @@ class OperatorCall {
     const bool values_matter = kernel_.rule_ && kernel_.rule_->reads_arguments;
     const size_t count = schema_.arguments().size();
     for (const size_t i : c10::irange(count)) {
-      const IValue& value = argument(i);
+      IValue& value = argument(i);
       if (value.isTensor()) {
-        add(i, value.toTensor());
+        const at::Tensor& tensor = value.toTensor();
+        // A distributed one is taken from the stack, where a local one will be put in its place.
+        tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(i, std::move(value).toTensor())
+                                                    : add_other(i, tensor);
       } else if (value.isTensorList()) {
         has_lists_ = true;
         key_.push_back(kList);
@@ -171,7 +181,7 @@ class OperatorCall {
         add_value(value);
       }
     }
-    check();
+    for (const auto& [position, tensor] : plain_) check_plain(position, tensor);
   }
 
   static bool is_optional_tensor_list(const IValue& value) {
@@ -180,21 +190,27 @@ class OperatorCall {
   }
 
   void add(size_t position, const at::Tensor& tensor) {
+    tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(position, tensor)
+                                                : add_other(position, tensor);
+  }
+
+  void add_distributed(size_t position, at::Tensor tensor) {
+    const auto& impl = *static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
+    key_.push_back(reinterpret_cast<uint64_t>(impl.spec().id()));
+    const bool written = kernel_.written_[position];
+    if (written && impl.is_detached_view()) [[unlikely]]
+      refuse_detached_view(position, impl.spec());
+    arguments_.push_back({static_cast<uint32_t>(position), written, false, std::move(tensor), impl.local()});
+  }
+
+  void add_other(size_t position, const at::Tensor& tensor) {
     if (!tensor.defined()) {
       key_.push_back(kUndefined);
       return;
     }
-    if (auto* impl = DTensorImpl::of(tensor)) {
-      key_.push_back(reinterpret_cast<uint64_t>(impl->spec().id()));
-      const bool written = kernel_.written_[position];
-      if (written && impl->is_detached_view()) [[unlikely]]
-        refuse_detached_view(position, impl->spec());
-      arguments_.push_back({static_cast<uint32_t>(position), written, false, tensor, impl->local()});
-    } else {
-      key_.push_back(kPlain | static_cast<uint64_t>(tensor.dim()) << 8 |
-                     static_cast<uint64_t>(tensor.scalar_type()) << 32);
-      plain_.emplace_back(position, tensor);
-    }
+    key_.push_back(kPlain | static_cast<uint64_t>(tensor.dim()) << 8 |
+                   static_cast<uint64_t>(tensor.scalar_type()) << 32);
+    plain_.emplace_back(position, tensor);
   }
 
   void add_value(const IValue& value) {
@@ -211,6 +227,7 @@ class OperatorCall {
     }
   }
 
+  /// What the specs alone tell, so that it is known to be right for all calls with this key.
   void check() const {
     TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
                   ": was dispatched to Tessera without a distributed tensor.");
@@ -227,14 +244,16 @@ class OperatorCall {
     TESSERA_CHECK(mesh().is_member(), kernel_.name_, ": rank ", mesh().get_rank(), " is not in ", mesh(),
                   " of ranks ", c10::IntArrayRef(mesh().ranks()),
                   ", so it cannot compute on tensors there; ask mesh.is_member() first.");
-    for (const auto& [position, tensor] : plain_) {
-      TESSERA_CHECK_VALUE(!kernel_.written_[position] && may_be_plain(tensor), kernel_.name_, ": argument '",
-                          name_of(position), "' is a plain tensor of shape ", tensor.sizes(),
-                          " among distributed ones (", arguments_[0].spec(),
-                          "). Distribute it with distribute_tensor or DTensor::from_local, or, if it is only "
-                          "read and the same on "
-                          "all ranks, keep a tessera::ImplicitReplicationGuard alive around the call.");
-    }
+  }
+
+  void check_plain(size_t position, const at::Tensor& tensor) const {
+    TESSERA_CHECK_VALUE(!kernel_.written_[position] && may_be_plain(tensor), kernel_.name_, ": argument '",
+                        name_of(position), "' is a plain tensor of shape ", tensor.sizes(),
+                        " among distributed ones",
+                        arguments_.empty() ? "" : c10::str(" (", arguments_[0].spec(), ")"),
+                        ". Distribute it with distribute_tensor or DTensor::from_local, or, if it is only "
+                        "read and the same on "
+                        "all ranks, keep a tessera::ImplicitReplicationGuard alive around the call.");
   }
 
   /// A number, or the same on all ranks: because the user says so, or because a formula of autograd made it
@@ -340,19 +359,24 @@ class OperatorCall {
 
   void substitute() {
     size_t next = 0;
+    auto take = [&]() -> at::Tensor {
+      Argument& argument = arguments_[next++];
+      return argument.written ? argument.local : std::move(argument.local);
+    };
     auto local = [&](const at::Tensor& tensor) {
-      return tensor.defined() && DTensorImpl::of(tensor) ? arguments_[next++].local : tensor;
+      return tensor.defined() && DTensorImpl::of(tensor) ? take() : tensor;
     };
     for (const size_t i : c10::irange(schema_.arguments().size())) {
       if (next == arguments_.size()) return;
+      if (arguments_[next].position != i) continue;
       IValue& value = argument(i);
-      if (value.isTensor()) {
-        if (arguments_[next].position == i) value = arguments_[next++].local;
+      if (value.isNone()) {
+        value = take();
       } else if (value.isTensorList()) {
         std::vector<at::Tensor> tensors = value.toTensorVector();
         for (at::Tensor& tensor : tensors) tensor = local(tensor);
         value = std::move(tensors);
-      } else if (is_optional_tensor_list(value)) {
+      } else {
         c10::List<std::optional<at::Tensor>> tensors;
         for (const IValue& item : value.toListRef()) {
           tensors.push_back(item.isTensor() ? std::optional(local(item.toTensor())) : std::nullopt);
@@ -394,20 +418,22 @@ class OperatorCall {
       if (argument != arguments_.end()) {
         value = argument->tensor;
       } else if (value.isTensor()) {
-        value = wrapped(value.toTensor(), i);
+        value = wrapped(std::move(value).toTensor(), i);
       } else if (value.isTensorList()) {
         std::vector<at::Tensor> tensors = value.toTensorVector();
-        for (at::Tensor& tensor : tensors) tensor = wrapped(tensor, i);
+        for (at::Tensor& tensor : tensors) tensor = wrapped(std::move(tensor), i);
         value = std::move(tensors);
       }
     }
   }
 
-  at::Tensor wrapped(const at::Tensor& local, size_t index) {
+  at::Tensor wrapped(at::Tensor local, size_t index) {
     if (!local.defined()) return local;
     if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
-    at::Tensor result = make_dtensor(local, output_spec(local));
-    if (kernel_.is_view_[index] && !shares_memory(local)) DTensorImpl::of(result)->mark_detached_view();
+    const Spec& spec = output_spec(local);
+    const bool is_detached = kernel_.is_view_[index] && !shares_memory(local);
+    at::Tensor result = make_dtensor(std::move(local), spec);
+    if (is_detached) DTensorImpl::of(result)->mark_detached_view();
     return result;
   }
 

@@ -5,12 +5,15 @@
 #include <tessera/dtensor/dtensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -18,6 +21,21 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
+
+namespace {
+
+std::atomic<int64_t> allocations{0};
+
+}  // namespace
+
+/// Counted, to show what a call allocates.
+void* operator new(size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -61,6 +79,13 @@ double microseconds(const std::function<void()>& call, int count = 2000) {
         std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() / count);
   }
   return least;
+}
+
+double allocations_of(const std::function<void()>& call) {
+  constexpr int kCalls = 100;
+  const int64_t before = allocations;
+  for (int i = 0; i < kCalls; ++i) call();
+  return static_cast<double>(allocations - before) / kCalls;
 }
 
 void linear_relu(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
@@ -110,28 +135,32 @@ int main(int argc, char** argv) {
 
   const std::vector<Distributed> meshes{Distributed({2}), Distributed({2, 2}), Distributed({2, 2, 2})};
   std::printf("Dispatch: overhead in us over the plain operator (8 x 8 on each rank)\n");
-  std::printf("%-20s%10s%10s%10s%10s%16s%10s\n", "", "plain", "1-d", "2-d", "3-d", "torch DTensor", "ratio");
+  std::printf("%-20s%10s%10s%10s%10s%16s%10s%14s\n", "", "plain", "1-d", "2-d", "3-d", "torch DTensor",
+              "ratio", "allocations");
   std::vector<double> overheads, ratios;
-  auto row = [&](const std::string& name, double plain, const std::vector<double>& costs) {
+  auto row = [&](const std::string& name, double plain, const std::vector<double>& costs, double allocated) {
     std::printf("%-20s%10.2f", name.c_str(), plain);
     for (const double cost : costs) std::printf("%10.2f", cost - plain);
     if (const auto found = torch.find(name); found != torch.end()) {
       std::printf("%16.1f%9.0fx", found->second, found->second / (costs[0] - plain));
     }
-    std::printf("\n");
+    std::printf("%+14.0f\n", allocated);
   };
   {
     const at::NoGradGuard no_grad;
     for (const Operation& operation : operations()) {
       const Tensors plain = plain_tensors();
       const double base = microseconds([&] { operation.call(plain); });
+      const double plain_allocations = allocations_of([&] { operation.call(plain); });
       std::vector<double> costs;
+      double allocated = 0;
       for (const Distributed& distributed : meshes) {
         const Tensors tensors = distributed.tensors();
         costs.push_back(microseconds([&] { operation.call(tensors); }));
         overheads.push_back(costs.back() - base);
+        allocated = allocations_of([&] { operation.call(tensors); }) - plain_allocations;
       }
-      row(operation.name, base, costs);
+      row(operation.name, base, costs, allocated);
     }
   }
   std::printf("%-20s%10s%10.2f us, largest %.2f us\n", "median overhead", "", median(overheads),
@@ -151,6 +180,6 @@ int main(int argc, char** argv) {
                           DTensor::from_local(at::ones({8, 8}), distributed.mesh, columns).detach(),
                           DTensor::from_local(at::ones({8}), distributed.mesh, columns).detach()));
   }
-  row("linear+relu fw+bw", base, costs);
+  row("linear+relu fw+bw", base, costs, 0);
   return 0;
 }

@@ -86,8 +86,11 @@ class Kernel final : public c10::OperatorKernel {
       : schema_(op.schema()),
         name_(schema_.overload_name().empty() ? schema_.name()
                                               : schema_.name() + "." + schema_.overload_name()),
-        rule_(rules::find_rule(name_, op.hasTag(at::Tag::pointwise))),
-        is_random_(op.hasTag(at::Tag::nondeterministic_seeded)) {
+        is_random_(op.hasTag(at::Tag::nondeterministic_seeded)),
+        reshapes_in_place_((op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_") ||
+                           name_.starts_with("aten::resize") || name_.starts_with("aten::set_")),
+        // Replicas must get the same random numbers, so these are drawn once for all.
+        rule_(is_random_ ? nullptr : rules::find_rule(name_, op.hasTag(at::Tag::pointwise))) {
     for (const c10::Argument& argument : schema_.arguments()) written_.push_back(is_written(argument));
     for (const c10::Argument& result : schema_.returns()) {
       int64_t position = -1;
@@ -106,8 +109,9 @@ class Kernel final : public c10::OperatorKernel {
   friend class OperatorCall;
   const c10::FunctionSchema& schema_;
   const std::string name_;
-  const rules::Rule* const rule_;
   const bool is_random_;
+  const bool reshapes_in_place_;
+  const rules::Rule* const rule_;
   std::vector<bool> written_;  // by argument
   std::vector<int64_t>
       returned_argument_;      // by result: the argument that is written and returned as it, or -1
@@ -139,7 +143,7 @@ class OperatorCall {
     substitute();
     op_.callBoxed(stack_);
     for (Argument& argument : arguments_) {
-      if (argument.written && argument.moved) write_back(argument);
+      if (argument.written) write_back(argument);
     }
     wrap();
   }
@@ -229,6 +233,9 @@ class OperatorCall {
 
   /// What the specs alone tell, so that it is known to be right for all calls with this key.
   void check() const {
+    TESSERA_CHECK(!kernel_.reshapes_in_place_, kernel_.name_,
+                  ": the shape of a distributed tensor cannot be changed in place. Use "
+                  "the operator that returns a new tensor, as in x = x.squeeze(0).");
     TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
                   ": was dispatched to Tessera without a distributed tensor.");
     for (const Argument& argument : arguments_) {
@@ -388,10 +395,12 @@ class OperatorCall {
 
   void write_back(Argument& argument) {
     const Spec& spec = argument.spec();
-    TESSERA_CHECK(argument.local.sizes() == spec.shape(), kernel_.name_, ": would change the shape of '",
-                  name_of(argument.position), "' from ", spec.shape(), " to ", argument.local.sizes(),
+    const c10::IntArrayRef shape = argument.moved ? spec.shape() : spec.local_shape();
+    TESSERA_CHECK(argument.local.sizes() == shape, kernel_.name_, ": would change the shape of '",
+                  name_of(argument.position), "' from ", shape, " to ", argument.local.sizes(),
                   ", which a distributed tensor cannot do in place.");
     if (kernel_.is_random_) same_on_all_ranks(argument.local);
+    if (!argument.moved) return;
     argument.impl().local().copy_(execute(plan(spec.with_placements(replicated()), spec), argument.local));
   }
 
@@ -429,7 +438,7 @@ class OperatorCall {
 
   at::Tensor wrapped(at::Tensor local, size_t index) {
     if (!local.defined()) return local;
-    if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
+    if (kernel_.is_random_) same_on_all_ranks(local);
     const Spec& spec = output_spec(local);
     const bool is_detached = kernel_.is_view_[index] && !shares_memory(local);
     at::Tensor result = make_dtensor(std::move(local), spec);

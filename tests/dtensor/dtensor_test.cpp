@@ -4,8 +4,10 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dtensor/dtensor.h>
 
+#include <fstream>
 #include <functional>
 #include <sstream>
+#include <unistd.h>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -392,30 +394,54 @@ TEST(DTensorValues, ItemEqualAndRandomAgreeOnAllRanks) {
   });
 }
 
+/// All layouts of a matrix on a mesh of `mesh_ndim` dims, with strided cuts and two kinds of partial values.
+std::vector<Placements> all_layouts(int64_t mesh_ndim) {
+  std::vector<Placements> lists{{}};
+  for (int64_t i = 0; i < mesh_ndim; ++i) {
+    std::vector<Placements> longer;
+    for (const Placements& list : lists) {
+      for (const Placement& choice :
+           {Replicate(), Shard(0), Shard(1), Partial(), Partial(ReduceOp::max), StridedShard(0, 2)}) {
+        // Sums of maxima are not maxima of sums: a tensor cannot be both.
+        const ReduceOp other = choice.is_partial(ReduceOp::sum) ? ReduceOp::max : ReduceOp::sum;
+        if (choice.is_partial() &&
+            std::any_of(list.begin(), list.end(), [&](const Placement& p) { return p.is_partial(other); }))
+          continue;
+        longer.push_back(list);
+        longer.back().push_back(choice);
+      }
+    }
+    lists = std::move(longer);
+  }
+  return lists;
+}
+
 /// Forward and backward between all layouts: redistributing changes nothing but the placement.
 TEST(DTensorApi, GradientsThroughRedistribute) {
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{2}, {3}, {2, 2}}) {
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{1}, {2}, {3}, {4}, {2, 2}, {2, 3}, {2, 2, 2}}) {
+    const auto layouts = all_layouts(static_cast<int64_t>(shape.size()));
+    const size_t stride = shape.size() == 3                     ? 397
+                          : shape == std::vector<int64_t>{2, 3} ? 7
+                                                                : 1;  // else a sample
     run(c10::multiply_integers(shape), [&] {
       const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
-      for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{4, 6}, {5, 7}, {1, 3}}) {
+      for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{4, 6}, {5, 7}, {1, 3}, {0, 2}}) {
         const at::Tensor weights = numbers(sizes, 4);
         const DTensor replicated =
             distribute_tensor(weights, mesh, Placements(mesh.ndim(), Replicate()), std::nullopt);
-        for (const Placements& from : all_placements(mesh.ndim(), 2, true)) {
-          for (const Placements& to : all_placements(mesh.ndim(), 2, true)) {
-            for (const bool async_op : {false, true}) {
-              const DTensor x = distribute_tensor(numbers(sizes).requires_grad_(), mesh, from, std::nullopt);
-              DTensor::RedistributeOptions options;
-              options.async_op = async_op;
-              const DTensor y = x.redistribute(to, options);
-              EXPECT_EQ(y.placements(), to);
-              EXPECT_TRUE(at::equal(y.full_tensor(), numbers(sizes))) << from << " -> " << to;
-              (y * replicated).sum().backward();
-              const DTensor gradient(x.grad());
-              EXPECT_TRUE(at::equal(gradient.full_tensor(), weights)) << from << " -> " << to;
-              EXPECT_TRUE(from == to || !gradient.spec().has_partial()) << from << " -> " << to;
-            }
-          }
+        for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += stride) {
+          const Placements &from = layouts[pair / layouts.size()], &to = layouts[pair % layouts.size()];
+          const DTensor x = distribute_tensor(numbers(sizes).requires_grad_(), mesh, from, std::nullopt);
+          DTensor::RedistributeOptions options;
+          options.async_op = pair % 2 == 0;
+          const DTensor y = x.redistribute(to, options);
+          ASSERT_EQ(y.placements(), to);
+          ASSERT_TRUE(at::equal(y.full_tensor(), numbers(sizes))) << from << " -> " << to << " on " << mesh;
+          (y * replicated).sum().backward();
+          const DTensor gradient(x.grad());
+          ASSERT_TRUE(at::equal(gradient.full_tensor(), weights)) << from << " -> " << to << " on " << mesh;
+          ASSERT_TRUE(from == to || !gradient.spec().has_partial()) << from << " -> " << to << " on " << mesh;
         }
       }
     });
@@ -511,7 +537,15 @@ TEST(DTensorAutograd, SetDataAndDetachInPlace) {
   });
 }
 
-/// Ten thousand mixed steps with numbers that change: neither the cache nor the specs grow.
+/// Bytes of memory that the process has now.
+int64_t resident_bytes() {
+  std::ifstream status("/proc/self/statm");
+  int64_t total = 0, resident = 0;
+  status >> total >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+/// Ten thousand mixed steps with numbers that change: neither the cache nor the specs nor the process grow.
 TEST(DTensorCache, DoesNotGrow) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
@@ -527,7 +561,9 @@ TEST(DTensorCache, DoesNotGrow) {
     for (int i = 0; i < 100; ++i) step(i);
     const CacheStatistics before = dispatch_cache_statistics();
     const size_t specs = Spec::interned_count();
+    const int64_t memory = resident_bytes();
     for (int i = 0; i < 10000; ++i) step(i);
+    EXPECT_LT(resident_bytes(), memory + (16 << 20));  // what a kilobyte a step would exceed
     const CacheStatistics after = dispatch_cache_statistics();
     EXPECT_EQ(after.size, before.size);
     EXPECT_EQ(after.misses, before.misses);
@@ -624,6 +660,59 @@ RANK_BODY(on_processes) {
 }
 
 TEST(DTensorProcesses, OverGloo) { testing::expect_ok(testing::spawn_ranks("on_processes", 2)); }
+
+/// Drawn on replicas, in place or not: the same on all of them.
+TEST(DTensorValues, RandomNumbersAreTheSameOnReplicas) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    auto expect_same = [&](const at::Tensor& tensor) {
+      const at::Tensor mine = DTensor(tensor).full_tensor();
+      EXPECT_TRUE(at::equal(distribute_tensor(mine, mesh, {Replicate(), Replicate()}).to_local(), mine));
+    };
+    for (const Placements& placements : all_placements(2, 2, true)) {
+      at::Tensor x = distribute_tensor(at::ones({6, 4}), mesh, placements);
+      expect_same(at::dropout(x, 0.5, true));
+      expect_same(at::bernoulli(x * 0.5));
+      expect_same(at::randn_like(x));
+      x.uniform_();
+      expect_same(x);
+      EXPECT_EQ(DTensor(x).placements(), placements);
+    }
+  });
+}
+
+TEST(DTensorInPlace, OutVariants) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
+      const at::Tensor x = distribute_tensor(numbers({5, 4}), mesh, {Shard(0)});
+      at::Tensor out = zeros({5, 4}, mesh, {placement});
+      at::add_out(out, x, x);
+      EXPECT_TRUE(at::equal(DTensor(out).full_tensor(), numbers({5, 4}) * 2)) << placement;
+      at::cumsum_out(out, x, 0);
+      EXPECT_TRUE(at::equal(DTensor(out).full_tensor(), numbers({5, 4}).cumsum(0))) << placement;
+      EXPECT_EQ(DTensor(out).placements(), Placements{placement});
+    }
+  });
+}
+
+TEST(DTensorInPlace, CannotChangeTheShape) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    for (const Placement& placement : {Replicate(), Shard(1)}) {
+      at::Tensor x = distribute_tensor(numbers({1, 4}), mesh, {placement});
+      for (const auto& change : std::vector<std::function<void()>>{[&] { x.squeeze_(0); }, [&] { x.t_(); },
+                                                                   [&] {
+                                                                     x.resize_({2, 2});
+                                                                   }}) {
+        expect_error<c10::Error>(change, {"cannot be changed in place"});
+      }
+      at::Tensor out = zeros({2, 2}, mesh, {placement});
+      EXPECT_THAT(error_of([&] { at::cumsum_out(out, x, 0); }), HasSubstr("shape"));
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), numbers({1, 4})));
+    }
+  });
+}
 
 TEST(DTensorErrors, AreForPeople) {
   run(4, [] {

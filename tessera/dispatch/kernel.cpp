@@ -56,12 +56,12 @@ struct Way {
 
 /// How to carry out calls with one key.
 struct Recipe {
-  std::vector<Spec> inputs;          // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;              // else on replicas
-  rules::Decision decision;          // by_rule
-  std::vector<Way> ways;             // of each input
-  std::vector<int64_t> local_sizes;  // what to put for decision.sizes_argument
-  std::vector<Spec> outputs;         // of the last call, likely to be those of the next
+  std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;       // else on replicas
+  rules::Decision decision;   // by_rule
+  std::vector<Way> ways;      // of each input
+  IValue local_sizes;         // what to put for decision.sizes_argument
+  std::vector<Spec> outputs;  // of the last call, likely to be those of the next
 };
 
 std::atomic<size_t> cache_capacity{4096};
@@ -509,30 +509,6 @@ void late_kernel(const c10::OperatorHandle& op, Stack* stack) {
   OperatorCall(*kernel, op, *stack).run();
 }
 
-/// At load: a kernel for every operator that does not decompose by itself, and for all that other libraries
-/// add later. (A fallback alone is not enough: libtorch's composite kernels would be preferred to it.)
-struct Registration {
-  Registration() {
-    auto& dispatcher = c10::Dispatcher::singleton();
-    constexpr auto key = c10::DispatchKey::PrivateUse3;
-    handles.push_back(dispatcher.registerFallback(
-        key, c10::KernelFunction::makeFromBoxedFunction<&late_kernel>(), "tessera"));
-    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-      const auto op = dispatcher.findOp(name);
-      if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key) ||
-          op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-        continue;
-      }
-      handles.push_back(dispatcher.registerImpl(
-          name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt,
-          nullptr, "tessera"));
-    }
-  }
-  std::vector<c10::RegistrationHandleRAII> handles;
-};
-
-const Registration registration;
-
 /// libtorch makes the zeros that this begins with as a plain tensor.
 at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
                                               c10::SymIntArrayRef sizes, bool keepdim) {
@@ -542,14 +518,39 @@ at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t di
                     : zeros.scatter(dim, indices, grad);
 }
 
-/// Operators of other libraries that say nothing of autograd, as libtorch does for the backends it knows.
-TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, library) {
-  library.fallback(torch::autograd::basicAutogradNotImplementedFallback());
-}
+/// At load: a kernel for every operator that does not decompose by itself, and for all that other libraries
+/// add later. (A fallback alone is not enough: libtorch's composite kernels would be preferred to it.)
+class Registration {
+ public:
+  Registration() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    constexpr auto key = c10::DispatchKey::PrivateUse3;
+    handles_.push_back(dispatcher.registerFallback(
+        key, c10::KernelFunction::makeFromBoxedFunction<&late_kernel>(), "tessera"));
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findOp(name);
+      if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key) ||
+          op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+        continue;
+      }
+      handles_.push_back(dispatcher.registerImpl(
+          name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt,
+          nullptr, "tessera"));
+    }
+    // Operators of other libraries that say nothing of autograd: as libtorch does for the backends it knows.
+    all_.fallback(torch::autograd::basicAutogradNotImplementedFallback());
+    aten_.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+  }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
-  library.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
-}
+ private:
+  std::vector<c10::RegistrationHandleRAII> handles_;
+  torch::Library all_{torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse3, __FILE__, __LINE__};
+  torch::Library aten_{torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse3, __FILE__,
+                       __LINE__};
+};
+
+/// Never undone: tensors in static variables may outlive any order of destruction.
+[[maybe_unused]] const Registration& registration = *new Registration;
 
 }  // namespace
 

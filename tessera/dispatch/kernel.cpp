@@ -462,10 +462,9 @@ class OperatorCall {
     if (!recipe_->by_rule)
       return Spec(mesh(), replicated(), local.sizes(), local.strides(), local.scalar_type());
     const rules::Decision& decision = recipe_->decision;
-    const auto strides =
-        local_strides(local.strides(), decision.output_shape);  // dense, with dims in the same order
-    Spec spec(mesh(), decision.output, decision.output_shape, c10::IntArrayRef(strides), local.scalar_type(),
-              decision.order);
+    c10::OptionalIntArrayRef strides;
+    if (!decision.output_strides.empty()) strides = decision.output_strides;
+    Spec spec(mesh(), decision.output, decision.output_shape, strides, local.scalar_type(), decision.order);
     TESSERA_CHECK(spec.local_shape() == local.sizes(), kernel_.name_, ": its sharding rule is wrong: rank ",
                   mesh().get_rank(), " got ", local.sizes(), " where the rule says ", spec,
                   ". This is a fault of Tessera; please report it.");

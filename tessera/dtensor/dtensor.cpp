@@ -116,8 +116,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const auto placements =
         memory.grad_placements.value_or(with_partials_replicated(memory.spec.placements()));
     const auto order = memory.grad_placements ? ShardOrder() : memory.spec.order();
-    const auto strides = local_strides(gradients[0].strides(), memory.spec.shape());
-    const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), c10::IntArrayRef(strides),
+    const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), std::nullopt,
                     gradients[0].scalar_type(), order);
     check_local(gradients[0], spec, "The gradient of to_local");
     return {FromLocal::apply(gradients[0], remember(spec)), Variable()};
@@ -269,8 +268,7 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
     shape.assign(even.begin(), even.end());
   }
   c10::OptionalIntArrayRef strides;
-  const auto dense = local_strides(local.strides(), shape);
-  strides = options.strides ? c10::IntArrayRef(*options.strides) : c10::IntArrayRef(dense);
+  if (options.strides) strides = *options.strides;
   const Spec spec(mesh, placements, shape, strides, local.scalar_type());
   at::Tensor mine = mesh.is_member() ? local : at::empty({0}, local.options());
   if (mesh.is_member()) {

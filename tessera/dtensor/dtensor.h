@@ -42,6 +42,7 @@ class TESSERA_API DTensor : public at::Tensor {
     bool run_check = false;
     /// The global shape; by default every rank holds as much as this one.
     std::optional<std::vector<int64_t>> shape = {};
+    /// The global strides; by default contiguous, whatever the local ones are: all ranks must say the same.
     std::optional<std::vector<int64_t>> strides = {};
     /// How the gradient that goes back to the local tensor is to be placed; by default as the tensor, with P
     /// as R.

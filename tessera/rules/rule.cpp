@@ -7,6 +7,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/WrapDimUtils.h>
 
 namespace tessera::rules {
@@ -103,6 +104,12 @@ Letters identity(size_t ndim) {
   return letters;
 }
 
+/// Strides without gaps, with the dims in the same order in memory.
+std::vector<int64_t> dense_strides(const Spec& spec) {
+  const auto strides = local_strides(spec.strides(), spec.shape());
+  return {strides.begin(), strides.end()};
+}
+
 // --- families
 // ------------------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,12 @@ std::optional<Decision> pointwise(Call& call, Einsum::Linear linear) {
   }
   // A plain number added to a partial sum would be added once for each rank.
   einsum.linear = linear == Einsum::Linear::jointly && call.has_plain ? Einsum::Linear::none : linear;
+  // As the first input of that shape lies in memory.
+  for (const Spec& spec : call.tensors) {
+    if (spec.shape() != c10::IntArrayRef(shape)) continue;
+    call.output_strides = dense_strides(spec);
+    break;
+  }
   call.output_shape = std::move(shape);
   return decide(einsum, call);
 }
@@ -132,13 +145,21 @@ std::optional<Decision> transparent(Call& call) {
   decision.inputs = {call.tensors[0].placements()};
   decision.output = call.tensors[0].placements();
   decision.output_shape = call.tensors[0].shape().vec();
+  decision.output_strides = call.tensors[0].strides().vec();
   decision.order = call.tensors[0].order();
+  return decision;
+}
+
+/// The same, in memory of its own.
+std::optional<Decision> copied(Call& call) {
+  auto decision = transparent(call);
+  if (decision) decision->output_strides = dense_strides(call.tensors[0]);
   return decision;
 }
 
 /// A new tensor placed like this one, but for what is partial: its value is whole on every rank.
 std::optional<Decision> like(Call& call) {
-  auto decision = transparent(call);
+  auto decision = copied(call);
   if (decision) {
     for (Placement& placement : decision->output) {
       if (placement.is_partial()) placement = Replicate();
@@ -185,14 +206,124 @@ std::optional<Decision> matrix_product(Call& call, bool added) {
   return decision;
 }
 
-std::optional<Decision> transpose(Call& call) {
-  if (call.tensors.size() != 1 || call.tensors[0].ndim() != 2) return std::nullopt;
-  auto decision = transparent(call);
-  std::reverse(decision->output_shape.begin(), decision->output_shape.end());
-  for (Placement& placement : decision->output) {
-    if (placement.is_shard()) placement = Shard(1 - placement.dim());
-    if (placement.is_strided_shard()) placement = StridedShard(1 - placement.dim(), placement.split());
+/// The input's dim d becomes the result's target_of[d]; kGone: it is not there any more, or not whole, so it
+/// must not be cut.
+constexpr int64_t kGone = -1;
+std::optional<Decision> moved_dims(const Call& call, const std::vector<int64_t>& target_of,
+                                   std::vector<int64_t> output_shape, std::vector<int64_t> output_strides) {
+  const Spec& spec = call.tensors[0];
+  Decision decision;
+  decision.inputs = {spec.placements()};
+  decision.order = spec.order();
+  decision.output_shape = std::move(output_shape);
+  decision.output_strides = std::move(output_strides);
+  for (const Placement& placement : spec.placements()) {
+    if (!placement.is_shard_like()) {
+      decision.output.push_back(placement);
+      continue;
+    }
+    const int64_t target = target_of[placement.dim()];
+    if (target == kGone) return std::nullopt;
+    decision.output.push_back(placement.is_shard() ? Shard(target) : StridedShard(target, placement.split()));
   }
+  return decision;
+}
+
+/// The result's dim i is the input's dims[i].
+std::optional<Decision> permuted(Call& call, std::vector<int64_t> dims) {
+  const auto shape = call.tensors[0].shape();
+  std::vector<int64_t> target_of(shape.size(), kGone), output_shape, output_strides;
+  for (int64_t& dim : dims) {
+    dim = at::maybe_wrap_dim(dim, static_cast<int64_t>(shape.size()));
+    target_of[dim] = static_cast<int64_t>(output_shape.size());
+    output_shape.push_back(shape[dim]);
+    output_strides.push_back(call.tensors[0].strides()[dim]);
+  }
+  return moved_dims(call, target_of, std::move(output_shape), std::move(output_strides));
+}
+
+std::optional<Decision> swapped(Call& call, int64_t first, int64_t second) {
+  const int64_t ndim = call.tensors[0].ndim();
+  if (ndim == 0) return transparent(call);
+  std::vector<int64_t> dims(ndim);
+  std::iota(dims.begin(), dims.end(), 0);
+  std::swap(dims[at::maybe_wrap_dim(first, ndim)], dims[at::maybe_wrap_dim(second, ndim)]);
+  return permuted(call, std::move(dims));
+}
+
+std::optional<Decision> transpose(Call& call) {
+  if (call.tensors[0].ndim() != 2) return std::nullopt;
+  return swapped(call, 0, 1);
+}
+
+/// Without one dim (select, squeeze), or with one of size 1 more (unsqueeze).
+std::optional<Decision> dim_removed(Call& call, int64_t dim) {
+  const Spec& spec = call.tensors[0];
+  std::vector<int64_t> target_of, shape = spec.shape().vec(), strides = spec.strides().vec();
+  dim = at::maybe_wrap_dim(dim, spec.ndim());
+  for (int64_t d = 0; d < spec.ndim(); ++d) target_of.push_back(d == dim ? kGone : d - (d > dim));
+  shape.erase(shape.begin() + dim);
+  strides.erase(strides.begin() + dim);
+  return moved_dims(call, target_of, std::move(shape), std::move(strides));
+}
+std::optional<Decision> dim_added(Call& call, int64_t dim) {
+  const Spec& spec = call.tensors[0];
+  std::vector<int64_t> target_of, shape = spec.shape().vec(), strides = spec.strides().vec();
+  dim = at::maybe_wrap_dim(dim, spec.ndim() + 1);
+  for (int64_t d = 0; d < spec.ndim(); ++d) target_of.push_back(d + (d >= dim));
+  const int64_t stride = dim < spec.ndim() ? std::max<int64_t>(shape[dim], 1) * strides[dim] : 1;
+  shape.insert(shape.begin() + dim, 1);
+  strides.insert(strides.begin() + dim, stride);
+  return moved_dims(call, target_of, std::move(shape), std::move(strides));
+}
+std::optional<Decision> squeezed(Call& call, int64_t dim) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return transparent(call);
+  dim = at::maybe_wrap_dim(dim, spec.ndim());
+  if (spec.shape()[dim] == 1) return dim_removed(call, dim);
+  // Nothing happens, unless a rank holds just 1 of the dim and would remove it.
+  const bool is_cut = std::any_of(spec.placements().begin(), spec.placements().end(),
+                                  [&](const Placement& placement) { return placement.is_shard_like(dim); });
+  return is_cut ? std::nullopt : transparent(call);
+}
+
+/// A range of one dim, which must not be cut.
+std::optional<Decision> sliced(Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t dim = at::maybe_wrap_dim(call.arguments[1].toInt(), spec.ndim());
+  const int64_t size = spec.shape()[dim];
+  auto bound = [&](size_t position, int64_t missing) {
+    int64_t value = call.arguments[position].isNone() ? missing : call.arguments[position].toInt();
+    if (value < 0) value += size;
+    return std::clamp<int64_t>(value, 0, size);
+  };
+  const int64_t start = bound(2, 0), end = std::max(start, bound(3, size)), step = call.arguments[4].toInt();
+  if (step < 1) return std::nullopt;
+  std::vector<int64_t> target_of(spec.ndim()), output_shape = spec.shape().vec();
+  std::iota(target_of.begin(), target_of.end(), 0);
+  output_shape[dim] = (end - start + step - 1) / step;
+  if (output_shape[dim] != size) target_of[dim] = kGone;
+  std::vector<int64_t> output_strides = spec.strides().vec();
+  output_strides[dim] *= step;
+  return moved_dims(call, target_of, std::move(output_shape), std::move(output_strides));
+}
+
+/// New dims in front, and dims of size 1 repeated.
+std::optional<Decision> expanded(Call& call) {
+  const auto shape = call.tensors[0].shape();
+  std::vector<int64_t> output_shape = call.arguments[1].toIntVector(), output_strides(output_shape.size(), 0),
+                       target_of;
+  if (output_shape.size() < shape.size()) return std::nullopt;
+  const size_t added = output_shape.size() - shape.size();
+  for (size_t dim = 0; dim < shape.size(); ++dim) {
+    int64_t& size = output_shape[added + dim];
+    if (size == -1) size = shape[dim];
+    target_of.push_back(size == shape[dim] ? static_cast<int64_t>(added + dim) : kGone);
+    if (size == shape[dim]) output_strides[added + dim] = call.tensors[0].strides()[dim];
+  }
+  auto decision = moved_dims(call, target_of, std::move(output_shape), std::move(output_strides));
+  if (decision) decision->sizes_argument = 1;
   return decision;
 }
 
@@ -244,6 +375,8 @@ std::optional<Decision> view(Call& call, size_t sizes_argument) {
   Decision decision;
   decision.inputs = {spec.placements()};
   decision.output_shape = to;
+  if (const auto strides = at::detail::computeStride(from, spec.strides(), to))
+    decision.output_strides = *strides;
   decision.sizes_argument = sizes_argument;
   std::vector<int64_t> ranks(from.size(), 1);
   for (size_t m = 0; m < spec.placements().size(); ++m) {
@@ -276,8 +409,8 @@ const std::map<std::string, Rule>& table() {
       // The same on every rank, whatever it holds.
       {"aten::detach", {transparent}},
       {"aten::alias", {transparent}},
-      {"aten::clone", {transparent}},
-      {"aten::empty_like", {transparent}},
+      {"aten::clone", {copied}},
+      {"aten::empty_like", {copied}},
       {"aten::zeros_like", {like}},
       {"aten::ones_like", {like}},
       {"aten::full_like", {like}},
@@ -306,6 +439,19 @@ const std::map<std::string, Rule>& table() {
         kReadsArguments}},
       // Views.
       {"aten::t", {transpose}},
+      {"aten::transpose.int",
+       {[](Call& call) { return swapped(call, call.arguments[1].toInt(), call.arguments[2].toInt()); },
+        kReadsArguments}},
+      {"aten::permute",
+       {[](Call& call) { return permuted(call, call.arguments[1].toIntVector()); }, kReadsArguments}},
+      {"aten::select.int",
+       {[](Call& call) { return dim_removed(call, call.arguments[1].toInt()); }, kReadsArguments}},
+      {"aten::squeeze.dim",
+       {[](Call& call) { return squeezed(call, call.arguments[1].toInt()); }, kReadsArguments}},
+      {"aten::unsqueeze",
+       {[](Call& call) { return dim_added(call, call.arguments[1].toInt()); }, kReadsArguments}},
+      {"aten::slice.Tensor", {sliced, kReadsArguments}},
+      {"aten::expand", {expanded, kReadsArguments}},
       {"aten::view", {[](Call& call) { return view(call, 1); }, kReadsArguments}},
       {"aten::_unsafe_view", {[](Call& call) { return view(call, 1); }, kReadsArguments}},
   };
@@ -320,6 +466,7 @@ std::optional<Decision> decide(const Einsum& einsum, const Call& call) {
   Decision decision;
   decision.inputs.resize(call.tensors.size());
   decision.output_shape = call.output_shape;
+  decision.output_strides = call.output_strides;
 
   const bool special = std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& spec) {
     return !spec.order().empty() || std::any_of(spec.placements().begin(), spec.placements().end(),

@@ -46,6 +46,7 @@ struct Call {
   std::optional<size_t> written;         // the tensor that is written in place: its placements must stay
   c10::ArrayRef<c10::IValue> arguments;  // all of them
   std::vector<int64_t> output_shape;     // found by the rule
+  std::vector<int64_t> output_strides;   // likewise; empty: contiguous
 };
 
 /// How to carry out a call.
@@ -53,6 +54,9 @@ struct Decision {
   std::vector<Placements> inputs;  // of each tensor
   Placements output;
   std::vector<int64_t> output_shape;
+  /// Empty: contiguous. They follow from the inputs' global strides alone, never from what one rank holds:
+  /// formulas of autograd choose by strides, and all ranks must choose alike.
+  std::vector<int64_t> output_strides;
   /// The order of cuts, if one of the tensors has a special one that all keep.
   ShardOrder order;
   /// The position of a list of sizes among the arguments that each rank must replace by its own.

@@ -84,6 +84,10 @@ void compare(const Function& function, const Tensors& inputs, const DeviceMesh& 
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
   ASSERT_EQ(actual.scalar_type(), expected.scalar_type()) << what;
   expect_close(DTensor(actual).full_tensor(), expected.detach(), what);
+  // Formulas of autograd choose by strides: ranks that saw different ones would call different collectives.
+  const at::Tensor strides = at::tensor(actual.strides());
+  const DTensor of_first = distribute_tensor(strides, mesh, Placements(mesh.ndim(), Replicate()));
+  EXPECT_TRUE(at::equal(of_first.to_local(), strides)) << what;
 
   const at::Tensor weights = numbers(expected.sizes(), 3);
   (expected * weights).sum().backward();
@@ -159,6 +163,24 @@ TEST_P(Operators, View) {
   compare_all([](const Tensors& x) { return x[0].view({2, 6, 2}); }, {numbers({12, 2})}, GetParam());
   compare_all([](const Tensors& x) { return x[0].view({16, 6}); }, {numbers({12, 8})}, GetParam());
   compare_all([](const Tensors& x) { return x[0].view({-1}); }, {numbers({4, 6})}, GetParam());
+}
+TEST_P(Operators, OtherViews) {
+  compare_all([](const Tensors& x) { return x[0].transpose(0, -1) * 2; }, {numbers({5, 3, 4})}, GetParam(),
+              false);
+  compare_all(
+      [](const Tensors& x) {
+        return x[0].permute({2, 0, 1}) * 2;
+      },
+      {numbers({5, 3, 4})}, GetParam(), false);
+  compare_all([](const Tensors& x) { return x[0].select(0, -2) * 2; }, {numbers({5, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].select(1, 1) * 2; }, {numbers({5, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].unsqueeze(-1) * 2; }, {numbers({5, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].squeeze(0) * 2; }, {numbers({1, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].squeeze(1) * 2; }, {numbers({1, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].slice(0, 1, -1, 2) * 2; }, {numbers({5, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].slice(1, 0, 100) * 2 + x[0].narrow(0, 2, 1); },
+              {numbers({5, 4})}, GetParam());
+  compare_all([](const Tensors& x) { return x[0].expand({3, -1, 4}) * 2; }, {numbers({5, 1})}, GetParam());
 }
 TEST_P(Operators, Sum) {
   compare_all([](const Tensors& x) { return x[0].sum(); }, {numbers({5, 4})}, GetParam());
@@ -344,9 +366,15 @@ TEST(DTensorViews, ShareMemoryOrRefuseWrites) {
     x.t().mul_(2);
     x.view({2, 2, 6}).add_(1);
     EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain * 2 + 1));
+    x.select(1, 2).zero_();  // columns are whole on every rank
+    x.slice(1, 4).add_(5);
+    plain = plain * 2 + 1;
+    plain.select(1, 2).zero_();
+    plain.slice(1, 4).add_(5);
+    EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain));
     at::Tensor row = x.select(0, 3);  // on one rank only: a copy
     expect_error<c10::Error>([&] { row.add_(1); }, {"aten::add_", "could not share the memory", "clone()"});
-    EXPECT_TRUE(at::equal(DTensor(row.clone().add_(1)).full_tensor(), (plain * 2 + 2).select(0, 3)));
+    EXPECT_TRUE(at::equal(DTensor(row.clone().add_(1)).full_tensor(), plain.select(0, 3) + 1));
 
     at::Tensor leaf = distribute_tensor(numbers({4, 6}), mesh, {Shard(0)}).requires_grad_();
     at::Tensor reference = numbers({4, 6}).requires_grad_();

@@ -619,11 +619,12 @@ at::Tensor plus_one(const at::Tensor& tensor) { return tensor + 1; }
 
 /// An operator that another library registers after us.
 TEST(DTensorOperators, OfOtherLibraries) {
-  static torch::Library definition(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__,
-                                   __LINE__);
+  // Never undone, as that of the library.
+  static auto& definition =
+      *new torch::Library(torch::Library::FRAGMENT, "tessera_test", std::nullopt, __FILE__, __LINE__);
   definition.def("plus_one(Tensor x) -> Tensor");
-  static torch::Library implementation(torch::Library::IMPL, "tessera_test", c10::DispatchKey::CPU, __FILE__,
-                                       __LINE__);
+  static auto& implementation =
+      *new torch::Library(torch::Library::IMPL, "tessera_test", c10::DispatchKey::CPU, __FILE__, __LINE__);
   implementation.impl("plus_one", plus_one);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("tessera_test::plus_one", "")

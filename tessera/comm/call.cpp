@@ -125,11 +125,11 @@ class Planner {
 
  private:
   [[noreturn]] void mismatch(size_t a, size_t b, const std::string& what) const {
-    TESSERA_CHECK(false, "The ranks of a group called collectives that do not fit together: ", what,
-                  ".\n  rank ", members_[a], " called ", describe(calls_[a]), "\n  rank ", members_[b],
-                  " called ", describe(calls_[b]),
-                  "\nAll ranks of a group must make the same calls in the same order.");
-    std::abort();
+    throw c10::Error(
+        c10::str("The ranks of a group called collectives that do not fit together: ", what, ".\n  rank ",
+                 members_[a], " called ", describe(calls_[a]), "\n  rank ", members_[b], " called ",
+                 describe(calls_[b]), "\nAll ranks of a group must make the same calls in the same order."),
+        /*backtrace=*/nullptr);
   }
 
   void compare(size_t a, size_t b) const {

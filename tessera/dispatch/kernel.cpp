@@ -270,11 +270,12 @@ class OperatorCall {
   }
 
   [[noreturn]] void refuse_detached_view(size_t position, const Spec& spec) const {
-    TESSERA_CHECK(
-        false, kernel_.name_, ": argument '", name_of(position),
-        "' is a view that could not share the memory of its base, as it takes communication to make (", spec,
-        "). Writing into it would be lost. Write into the base, or into a clone() of the view.");
-    std::abort();
+    throw c10::Error(
+        c10::str(
+            kernel_.name_, ": argument '", name_of(position),
+            "' is a view that could not share the memory of its base, as it takes communication to make (",
+            spec, "). Writing into it would be lost. Write into the base, or into a clone() of the view."),
+        /*backtrace=*/nullptr);
   }
 
   // --- what to do

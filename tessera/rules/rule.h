@@ -35,8 +35,6 @@ struct Einsum {
   /// Sums may stay partial in: none of the inputs, all of them at once (add), or any one of them with the
   /// others replicated (multiplication).
   enum class Linear { none, jointly, each } linear = Linear::none;
-  /// Whatever the one input is, the output is too: strided, partial of any kind.
-  bool transparent = false;
 };
 
 /// What one call of an operator is about.

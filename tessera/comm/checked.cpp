@@ -1,3 +1,4 @@
+#include <tessera/comm/blocking.h>
 #include <tessera/comm/call_backend.h>
 #include <tessera/comm/checked.h>
 #include <tessera/error.h>
@@ -100,6 +101,7 @@ class CheckedBackend final : public CallBackend {
   at::Tensor gather(const at::Tensor& mine) {
     at::Tensor input = mine.to(options_.device());
     at::Tensor output = at::empty({getSize() * mine.numel()}, options_);
+    const Blocking blocking;
     inner_->_allgather_base(output, input)->wait();
     return output.cpu();
   }

@@ -1,3 +1,4 @@
+#include <tessera/comm/blocking.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
@@ -153,6 +154,7 @@ void Pending::wait() {
   if (!work_) return;
   const auto work = std::exchange(work_, {});
   try {
+    const Blocking blocking;
     work->wait();
   } catch (const std::exception& error) {
     const std::string reason = failure_beside(group_);

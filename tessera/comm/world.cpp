@@ -1,4 +1,5 @@
 #include <tessera/comm/backends.h>
+#include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
 #include <tessera/comm/threads/hub.h>
@@ -92,6 +93,7 @@ std::string World::backend(c10::DeviceType device) const {
 
 Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {
   GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name};
+  const Blocking blocking;
   std::lock_guard lock(mutex_);
   if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
 
@@ -104,6 +106,13 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
                       " has a rank outside the world of ", size(), " ranks.");
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
   TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
+
+  if (options_.existing_group && backend_name.empty()) {
+    if (Group given = options_.existing_group(ranks, device)) {
+      groups_.emplace(std::move(key), given);
+      return given;
+    }
+  }
 
   BackendRequest request;
   request.ranks = key.ranks;

@@ -53,6 +53,10 @@ struct WorldOptions {
   /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment.
   bool check_collectives = false;
 
+  /// Asked before the world makes a group: one of exactly these ranks that exists already, for tensors on that
+  /// device, or null.
+  std::function<Group(c10::IntArrayRef ranks, c10::DeviceType device)> existing_group = {};
+
   /// Set by `run`: the memory that rank threads share. Null for ranks that are processes.
   std::shared_ptr<threads::Hub> hub = {};
 };
@@ -69,6 +73,8 @@ class TESSERA_API World {
   int64_t rank() const { return options_.rank; }
   int64_t size() const { return options_.size; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
+  /// Whether the ranks are threads of this process.
+  bool is_threads() const { return options_.hub != nullptr; }
 
   /// The name of the backend that carries tensors on `device`.
   std::string backend(c10::DeviceType device) const;

@@ -1,0 +1,158 @@
+#include "bindings.h"
+
+#include <tessera/dispatch/cache.h>
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch/guards.h>
+#include <tessera/placement/text.h>
+
+namespace tessera::python {
+
+namespace {
+
+bool is_dtensor(py::handle object) {
+  if (!THPVariable_Check(object.ptr())) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  return tensor.defined() && DTensor::is_dtensor(tensor);
+}
+
+at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, py::handle placements, bool run_check,
+                      std::optional<std::vector<int64_t>> shape, std::optional<std::vector<int64_t>> stride,
+                      py::handle grad_placements) {
+  DTensor::FromLocalOptions options;
+  options.run_check = run_check;
+  options.shape = std::move(shape);
+  options.strides = std::move(stride);
+  options.grad_placements = to_optional_placements(grad_placements, "from_local");
+  Placements placed = to_placements(placements, "from_local");
+  const py::gil_scoped_release release;
+  return DTensor::from_local(local, mesh, std::move(placed), options);
+}
+
+at::Tensor redistribute(const at::Tensor& tensor, py::handle placements, bool async_op,
+                        std::optional<at::ScalarType> forward_dtype, std::optional<at::ScalarType> backward_dtype) {
+  DTensor::RedistributeOptions options;
+  options.async_op = async_op;
+  options.forward_dtype = forward_dtype;
+  options.backward_dtype = backward_dtype;
+  Placements placed = to_placements(placements, "redistribute");
+  const py::gil_scoped_release release;
+  return DTensor(tensor).redistribute(std::move(placed), options);
+}
+
+at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, py::handle placements,
+                      std::optional<int64_t> src_data_rank) {
+  Placements placed = to_placements(placements, "distribute_tensor");
+  const py::gil_scoped_release release;
+  return distribute_tensor(tensor, mesh, std::move(placed), src_data_rank);
+}
+
+at::TensorOptions options_of(std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) {
+  at::TensorOptions options = at::TensorOptions().layout(layout).requires_grad(requires_grad);
+  return dtype ? options.dtype(*dtype) : options;
+}
+
+/// A guard as a context manager: it lives from __enter__ to __exit__.
+template <class Guard, class Argument = std::monostate>
+class Scope {
+ public:
+  explicit Scope(Argument argument = {}) : argument_(std::move(argument)) {}
+  void enter() {
+    if constexpr (std::is_same_v<Argument, std::monostate>) {
+      guards_.push_back(std::make_unique<Guard>());
+    } else {
+      guards_.push_back(std::make_unique<Guard>(argument_));
+    }
+  }
+  void exit() { guards_.pop_back(); }
+
+ private:
+  Argument argument_;
+  std::vector<std::unique_ptr<Guard>> guards_;
+};
+using ReplicationScope = Scope<ImplicitReplicationGuard>;
+using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication>;
+
+}  // namespace
+
+void bind_dtensors(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("is_dtensor", &is_dtensor, py::arg("object"));
+  module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"), py::arg("run_check"),
+             py::arg("shape"), py::arg("stride"), py::arg("grad_placements"));
+  module.def("to_local",
+             [](const at::Tensor& tensor, py::handle grad_placements) {
+               auto placed = to_optional_placements(grad_placements, "to_local");
+               const py::gil_scoped_release release;
+               return DTensor(tensor).to_local(std::move(placed));
+             },
+             py::arg("tensor"), py::arg("grad_placements"));
+  module.def("full_tensor",
+             [](const at::Tensor& tensor, py::handle grad_placements) {
+               auto placed = to_optional_placements(grad_placements, "full_tensor");
+               const py::gil_scoped_release release;
+               return DTensor(tensor).full_tensor(std::move(placed));
+             },
+             py::arg("tensor"), py::arg("grad_placements"));
+  module.def("redistribute", &redistribute, py::arg("tensor"), py::arg("placements"), py::arg("async_op"),
+             py::arg("forward_dtype"), py::arg("backward_dtype"));
+  module.def("distribute_tensor", &distribute, py::arg("tensor"), py::arg("mesh"), py::arg("placements"),
+             py::arg("src_data_rank"));
+  module.def("placements", [](const at::Tensor& tensor) { return from_placements(DTensor(tensor).placements()); },
+             py::arg("tensor"));
+  module.def("device_mesh", [](const at::Tensor& tensor) { return DTensor(tensor).device_mesh(); }, py::arg("tensor"));
+  module.def("local_tensor", [](const at::Tensor& tensor) { return DTensorImpl::of(DTensor(tensor))->local(); },
+             py::arg("tensor"), Release());
+  module.def("flatten",
+             [](const at::Tensor& tensor) {
+               const auto [local, context] = DTensor(tensor).flatten();
+               return std::make_pair(local, context.str());
+             },
+             py::arg("tensor"));
+  module.def("unflatten",
+             [](const at::Tensor& local, const DeviceMesh& mesh, const std::string& text) -> at::Tensor {
+               return DTensor::unflatten(local, DTensor::Context::parse(text, mesh));
+             },
+             py::arg("local"), py::arg("mesh"), py::arg("text"));
+  module.def("spec_text", [](const at::Tensor& tensor) { return c10::str(DTensor(tensor).spec()); }, py::arg("tensor"));
+  module.def("check_no_partial",
+             [](const at::Tensor& tensor, const std::string& what) { check_no_partial({tensor}, what); }, py::arg("tensor"),
+             py::arg("what"));
+
+  module.def("empty",
+             [](const std::vector<int64_t>& size, const DeviceMesh& mesh, py::handle placements,
+                std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
+               return empty(size, mesh, to_placements(placements, "empty"), options_of(dtype, layout, requires_grad));
+             },
+             py::arg("size"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
+             py::arg("requires_grad"));
+  module.def("full",
+             [](const std::vector<int64_t>& size, const at::Scalar& value, const DeviceMesh& mesh, py::handle placements,
+                std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
+               Placements placed = to_placements(placements, "full");
+               const py::gil_scoped_release release;
+               return full(size, value, mesh, std::move(placed), options_of(dtype, layout, requires_grad));
+             },
+             py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
+             py::arg("requires_grad"));
+
+  py::enum_<ImplicitCommunication>(module, "ImplicitCommunication",
+                                   "Whether operators may move data between ranks of their own accord.")
+      .value("allowed", ImplicitCommunication::allowed)
+      .value("warned", ImplicitCommunication::warned)
+      .value("forbidden", ImplicitCommunication::forbidden);
+  py::class_<ReplicationScope>(module, "ImplicitReplicationScope")
+      .def(py::init<>())
+      .def("enter", &ReplicationScope::enter)
+      .def("exit", &ReplicationScope::exit);
+  py::class_<CommunicationScope>(module, "ImplicitCommunicationScope")
+      .def(py::init<ImplicitCommunication>(), py::arg("mode"))
+      .def("enter", &CommunicationScope::enter)
+      .def("exit", &CommunicationScope::exit);
+
+  module.def("dispatch_cache_statistics", [] {
+    const CacheStatistics statistics = dispatch_cache_statistics();
+    return py::make_tuple(statistics.hits, statistics.misses, statistics.size);
+  });
+}
+
+}  // namespace tessera::python

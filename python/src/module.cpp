@@ -1,0 +1,47 @@
+#include "bindings.h"
+
+#include <tessera/comm/blocking.h>
+
+#include <c10/util/Exception.h>
+
+namespace tessera::python {
+
+namespace {
+
+void raise(PyObject* type, const c10::Error& error) { PyErr_SetString(type, error.what_without_backtrace()); }
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const c10::IndexError& error) {
+    raise(PyExc_IndexError, error);
+  } catch (const c10::ValueError& error) {
+    raise(PyExc_ValueError, error);
+  } catch (const c10::TypeError& error) {
+    raise(PyExc_TypeError, error);
+  } catch (const c10::NotImplementedError& error) {
+    raise(PyExc_NotImplementedError, error);
+  } catch (const c10::Error& error) {
+    raise(PyExc_RuntimeError, error);
+  }
+}
+
+}  // namespace
+
+}  // namespace tessera::python
+
+PYBIND11_MODULE(_C, module) {
+  using namespace tessera::python;
+  module.doc() = "Tessera's C++ library, as the Python package uses it.";
+  // Some operators reach us with Python's lock held (indexing, for one). Waiting for another rank with it would keep
+  // that rank, a thread of this process, from ever getting there.
+  tessera::set_blocking_hooks({[]() -> void* { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
+                               [](void* state) {
+                                 if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+                               }});
+  py::register_local_exception_translator(&translate);
+  bind_placements(module);
+  bind_worlds(module);
+  bind_meshes(module);
+  bind_dtensors(module);
+}

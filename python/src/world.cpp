@@ -1,0 +1,155 @@
+#include "bindings.h"
+
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/run.h>
+#include <tessera/comm/world.h>
+#include <tessera/error.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include <ATen/ThreadLocalState.h>
+
+namespace tessera::python {
+
+namespace {
+
+/// A Python exception on its way from a rank to the caller of `run`. Made, and taken apart again, with Python's lock held.
+class RankError : public std::runtime_error {
+ public:
+  explicit RankError(py::error_already_set& error)
+      : std::runtime_error(error.what()), error_(std::make_shared<py::error_already_set>(error)) {}
+  [[noreturn]] void raise() const { throw py::error_already_set(*error_); }
+
+ private:
+  std::shared_ptr<py::error_already_set> error_;
+};
+
+/// Runs `ranks`, which waits for other threads, without Python's lock, but looks after signals: `interrupt` is called if one
+/// raised an exception, which is thrown in the end.
+template <class Ranks, class Interrupt>
+void run_interruptibly(const Ranks& ranks, const Interrupt& interrupt) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  std::exception_ptr failure;
+  const at::ThreadLocalState state;
+  std::thread thread([&] {
+    try {
+      const at::ThreadLocalStateGuard guard(state);
+      ranks();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    const std::lock_guard lock(mutex);
+    done = true;
+    changed.notify_one();
+  });
+  std::exception_ptr signal;
+  {
+    const py::gil_scoped_release release;
+    std::unique_lock lock(mutex);
+    while (!changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return done; })) {
+      lock.unlock();
+      {
+        const py::gil_scoped_acquire acquire;
+        if (!signal && PyErr_CheckSignals() != 0) {
+          signal = std::make_exception_ptr(py::error_already_set());
+          interrupt();
+        }
+      }
+      lock.lock();
+    }
+    lock.unlock();
+    thread.join();
+  }
+  if (signal) std::rethrow_exception(signal);
+  if (!failure) return;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const RankError& error) {
+    error.raise();
+  }
+}
+
+py::list run_ranks(int64_t world_size, const py::object& function, const py::tuple& args, double timeout,
+                   const std::string& backend, int threads_per_rank) {
+  TESSERA_CHECK_VALUE(timeout > 0 && timeout < 1e9, "run: the timeout must be a positive number of seconds, got ", timeout,
+                      ".");
+  RunOptions options;
+  options.timeout = std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(timeout * 1000)));
+  options.backend = backend;
+  options.threads_per_rank = threads_per_rank;
+  py::list results(static_cast<size_t>(std::max<int64_t>(world_size, 0)));
+  std::mutex mutex;
+  std::vector<std::weak_ptr<World>> worlds;
+  auto rank_main = [&] {
+    const auto world = current_world();
+    {
+      const std::lock_guard lock(mutex);
+      worlds.push_back(world);
+    }
+    const py::gil_scoped_acquire acquire;
+    try {
+      results[world->rank()] = function(*args);
+    } catch (py::error_already_set& error) {
+      if (py::hasattr(error.value(), "add_note"))
+        error.value().attr("add_note")(c10::str("This was raised on rank ", world->rank(), " of ", world_size, "."));
+      throw RankError(error);
+    }
+  };
+  run_interruptibly([&] { run(world_size, rank_main, options); },
+                    [&] {
+                      const std::lock_guard lock(mutex);
+                      for (const auto& known : worlds) {
+                        if (const auto world = known.lock()) return world->report_failure("interrupted");
+                      }
+                    });
+  return results;
+}
+
+/// Makes the world of this process that of torch.distributed, as its default group and store tell.
+void adopt_process_group(int64_t rank, int64_t size, const py::object& store, double timeout) {
+  WorldOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
+  options.store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(store.cast<c10d::Store*>());
+  options.existing_group = [](c10::IntArrayRef ranks, c10::DeviceType) {
+    const py::gil_scoped_acquire acquire;
+    return to_group(py::module_::import("tessera._world").attr("group_of")(ranks.vec()));
+  };
+  destroy_process_group();
+  init_process_group(std::move(options));
+}
+
+}  // namespace
+
+void ensure_world() { py::module_::import("tessera._world").attr("ensure")(); }
+
+void bind_worlds(py::module_& module) {
+  module.def("run_ranks", &run_ranks, py::arg("world_size"), py::arg("function"), py::arg("args"), py::arg("timeout"),
+             py::arg("backend"), py::arg("threads_per_rank"));
+  module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
+             py::arg("timeout"));
+  module.def("forget_process_group", &destroy_process_group);
+  module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
+  module.def("get_rank",
+             [] {
+               ensure_world();
+               return get_rank();
+             },
+             "Which of the ranks this is.");
+  module.def("get_world_size",
+             [] {
+               ensure_world();
+               return get_world_size();
+             },
+             "How many ranks there are.");
+}
+
+}  // namespace tessera::python

@@ -1,0 +1,65 @@
+"""Distributed tensors: one tensor, many ranks.
+
+Each rank holds a shard, a replica or a partial sum of a tensor, and every operator, gradient and checkpoint works as if the
+tensor were whole. The names are those of ``torch.distributed.tensor``; the tensors are Tessera's, made in C++, and operators on
+them never enter Python.
+
+    import torch, tessera
+    from tessera import Replicate, Shard
+
+    def main():
+        mesh = tessera.init_device_mesh("cpu", (4,))
+        x = tessera.distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+        w = tessera.distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
+        return (x @ w).sum().item()
+
+    tessera.run(4, main)       # four ranks, threads of this process: [192.0, 192.0, 192.0, 192.0]
+
+Started by torchrun, or with ``torch.distributed`` initialised, the ranks are its processes, and ``main()`` is called as it is.
+"""
+
+import torch as _torch  # noqa: F401  its libraries must be loaded before ours
+
+from tessera import _patches
+from tessera._C import (
+    DeviceMesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _NormPartial,
+    _StridedShard,
+    get_rank,
+    get_world_size,
+    init_device_mesh,
+)
+from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
+from tessera._bridge import from_torch, to_torch
+from tessera._guards import ExplicitRedistributionContext, implicit_communication
+from tessera._world import run
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "ExplicitRedistributionContext",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "distribute_tensor",
+    "empty",
+    "from_torch",
+    "full",
+    "get_rank",
+    "get_world_size",
+    "implicit_communication",
+    "init_device_mesh",
+    "ones",
+    "rand",
+    "randn",
+    "run",
+    "to_torch",
+    "zeros",
+]
+
+_patches.install()

@@ -1,0 +1,163 @@
+"""What torch.Tensor has to know about distributed tensors, whose type it is.
+
+Operators need none of this: it is for what Python code does with a tensor besides. Each patch asks first whether the tensor is
+distributed, and otherwise does what torch did.
+"""
+
+import copy
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tessera import _C, _rebuild
+from tessera._api import DTensor
+
+
+class _OnDTensors:
+    """An attribute of torch.Tensor that only distributed ones have."""
+
+    def __init__(self, name: str, attribute: Any) -> None:
+        self._name = name
+        self._attribute = attribute
+        self.__doc__ = attribute.__doc__
+
+    def __get__(self, instance: torch.Tensor | None, owner: type) -> Any:
+        if instance is None:
+            return self._attribute
+        if not _C.is_dtensor(instance):
+            raise AttributeError(
+                f"'{owner.__name__}' object has no attribute '{self._name}': the tensor is not distributed.",
+                name=self._name,
+                obj=instance,
+            )
+        return self._attribute.__get__(instance, owner)
+
+
+_ATTRIBUTES = (
+    "placements",
+    "device_mesh",
+    "to_local",
+    "full_tensor",
+    "redistribute",
+    "_local_tensor",
+    "_raise_if_contains_partial_placements",
+)
+
+
+def _repr(tensor: torch.Tensor) -> str:
+    fields = [
+        f"local_tensor={_C.local_tensor(tensor)}",
+        f"shape={tuple(tensor.shape)}",
+        f"device_mesh={_C.device_mesh(tensor)}",
+        f"placements={_C.placements(tensor)}",
+    ]
+    if tensor.grad_fn is not None:
+        fields.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+    elif tensor.requires_grad:
+        fields.append("requires_grad=True")
+    return f"DTensor({', '.join(fields)})"
+
+
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if not tensor.is_leaf:
+        raise RuntimeError("Only tensors that are no result of operators (graph leaves) can be deep-copied; detach() or clone() this one.")
+    if id(tensor) in memo:
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+    with torch.no_grad():
+        result = tensor.clone()
+        result.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            result.grad = copy.deepcopy(tensor.grad, memo)
+        result.__dict__ = copy.deepcopy(tensor.__dict__, memo)
+    memo[id(tensor)] = result
+    return result
+
+
+def _replace(name: str, replacement: Any) -> None:
+    """On distributed tensors, let `replacement` do what the method `name` of torch.Tensor does on others."""
+    original = getattr(torch.Tensor, name)
+
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_dtensor(self):
+            return replacement(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(torch.Tensor, name, method)
+
+
+def _refuse_numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError("A distributed tensor has no numpy array: call full_tensor() for the whole of it, or to_local() for this rank's part, first.")
+
+
+@functools.cache
+def _say_once_that_it_runs_eagerly() -> None:
+    warnings.warn(
+        "tessera: torch.compile does not know distributed tensors; code that touches them runs eagerly, with the same results.",
+        stacklevel=2,
+    )
+
+
+def _teach_dynamo(builder: ModuleType) -> None:
+    """Let torch.compile leave alone what touches a distributed tensor, which it would take for a plain one."""
+    original = builder.VariableBuilder.wrap_tensor
+
+    @functools.wraps(original)
+    def wrap_tensor(self: Any, value: Any) -> Any:
+        if _C.is_dtensor(value):
+            _say_once_that_it_runs_eagerly()
+            raise torch._dynamo.exc.SkipFrame("it touches a distributed tensor of tessera")
+        return original(self, value)
+
+    builder.VariableBuilder.wrap_tensor = wrap_tensor
+
+
+class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Calls a function with a module once it has been imported."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self._name = name
+        self._function = function
+        self._loader: Any = None
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None:
+            self._loader = spec.loader
+            spec.loader = self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._function(module)
+
+
+def _when_imported(name: str, function: Any) -> None:
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _WhenImported(name, function))
+
+
+def install() -> None:
+    for name in _ATTRIBUTES:
+        setattr(torch.Tensor, name, _OnDTensors(name, DTensor.__dict__[name]))
+    _replace("__repr__", lambda tensor, *, tensor_contents=None: _repr(tensor))
+    _replace("__deepcopy__", _deepcopy)
+    _replace("_reduce_ex_internal", lambda tensor, proto: _rebuild.reduce_dtensor(tensor))
+    _replace("tolist", lambda tensor: tensor.full_tensor().tolist())
+    _replace("numpy", _refuse_numpy)
+    _replace("__array__", _refuse_numpy)
+    _when_imported("torch._dynamo.variables.builder", _teach_dynamo)

@@ -1,0 +1,71 @@
+"""Which ranks there are: threads of this process, or the processes of torch.distributed."""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from tessera import _C
+
+_Result = TypeVar("_Result")
+
+#: The default group whose ranks the C++ library knows as the world of this process.
+_adopted: Any = None
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(
+    world_size: int,
+    function: Callable[..., _Result],
+    *args: Any,
+    timeout: float = 600.0,
+    backend: str = "",
+    threads_per_rank: int = 0,
+) -> list[_Result]:
+    """Call ``function(*args)`` on ``world_size`` ranks, which are threads of this process; return what each returned.
+
+    If a rank raises, the others stop waiting for it, and its exception is raised here. The caller's grad mode, inference mode
+    and autocast hold on the ranks too.
+
+    ``timeout``: the longest that a rank waits for another, in seconds. ``backend``: what carries the tensors; "threads" by
+    default. ``threads_per_rank``: threads that torch uses inside an operator on each rank; by default the cores divided among
+    the ranks.
+
+        >>> tessera.run(2, lambda: tessera.get_rank())
+        [0, 1]
+    """
+    return _C.run_ranks(world_size, function, args, timeout, backend, threads_per_rank)
+
+
+def ensure() -> None:
+    """See to it that the calling thread has a world: that of ``run``, else that of torch.distributed."""
+    global _adopted
+    if _C.is_rank_thread():
+        return
+    if not dist.is_available():
+        raise RuntimeError("This torch has no torch.distributed. Start ranks as threads, with tessera.run(n, function).")
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in _LAUNCHER_VARIABLES):
+            raise RuntimeError(
+                "There are no ranks here. Start them as threads, with tessera.run(n, function), or as processes: with torchrun, "
+                "or by calling torch.distributed.init_process_group()."
+            )
+        dist.init_process_group()
+    group = dist.group.WORLD
+    if _adopted is group:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
+    _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout)
+    _adopted = group
+
+
+def group_of(ranks: list[int]) -> Any:
+    """The group of torch.distributed of exactly these ranks, in this order, or None. Called by its members alone."""
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if ranks != sorted(ranks):
+        return None  # torch.distributed sorts them
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <tessera/export.h>
+
+namespace tessera {
+
+/// What a host language must do around a wait, such as letting go of a lock that others need to get there.
+/// `enter` is called before, and what it returned is handed to `leave` after, on the same thread.
+struct BlockingHooks {
+  void* (*enter)() = nullptr;
+  void (*leave)(void* state) = nullptr;
+};
+
+/// Set once, before ranks wait for one another.
+TESSERA_API void set_blocking_hooks(BlockingHooks hooks);
+
+/// Around every wait for other ranks, and around the making of groups.
+class TESSERA_API Blocking {
+ public:
+  Blocking();
+  ~Blocking();
+  Blocking(const Blocking&) = delete;
+  Blocking& operator=(const Blocking&) = delete;
+
+ private:
+  void* state_;
+};
+
+}  // namespace tessera

@@ -3,7 +3,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
-#include <tessera/placement/text.h>
+#include <tessera/error.h>
 
 namespace tessera::python {
 
@@ -72,6 +72,14 @@ class Scope {
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
 using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication>;
 
+ImplicitCommunication to_mode(const std::string& name) {
+  if (name == "allowed") return ImplicitCommunication::allowed;
+  if (name == "warned") return ImplicitCommunication::warned;
+  TESSERA_CHECK_VALUE(name == "forbidden", "implicit_communication: the mode is \"allowed\", \"warned\" or \"forbidden\", got \"",
+                      name, "\".");
+  return ImplicitCommunication::forbidden;
+}
+
 }  // namespace
 
 void bind_dtensors(py::module_& module) {
@@ -113,7 +121,6 @@ void bind_dtensors(py::module_& module) {
                return DTensor::unflatten(local, DTensor::Context::parse(text, mesh));
              },
              py::arg("local"), py::arg("mesh"), py::arg("text"));
-  module.def("spec_text", [](const at::Tensor& tensor) { return c10::str(DTensor(tensor).spec()); }, py::arg("tensor"));
   module.def("check_no_partial",
              [](const at::Tensor& tensor, const std::string& what) { check_no_partial({tensor}, what); }, py::arg("tensor"),
              py::arg("what"));
@@ -126,26 +133,22 @@ void bind_dtensors(py::module_& module) {
              py::arg("size"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
              py::arg("requires_grad"));
   module.def("full",
-             [](const std::vector<int64_t>& size, const at::Scalar& value, const DeviceMesh& mesh, py::handle placements,
+             [](const std::vector<int64_t>& size, const at::Tensor& value, const DeviceMesh& mesh, py::handle placements,
                 std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
                Placements placed = to_placements(placements, "full");
                const py::gil_scoped_release release;
-               return full(size, value, mesh, std::move(placed), options_of(dtype, layout, requires_grad));
+               return full(size, value.item(), mesh, std::move(placed), options_of(dtype, layout, requires_grad));
              },
              py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
              py::arg("requires_grad"));
 
-  py::enum_<ImplicitCommunication>(module, "ImplicitCommunication",
-                                   "Whether operators may move data between ranks of their own accord.")
-      .value("allowed", ImplicitCommunication::allowed)
-      .value("warned", ImplicitCommunication::warned)
-      .value("forbidden", ImplicitCommunication::forbidden);
   py::class_<ReplicationScope>(module, "ImplicitReplicationScope")
       .def(py::init<>())
       .def("enter", &ReplicationScope::enter)
       .def("exit", &ReplicationScope::exit);
   py::class_<CommunicationScope>(module, "ImplicitCommunicationScope")
-      .def(py::init<ImplicitCommunication>(), py::arg("mode"))
+      .def(py::init([](const std::string& mode) { return std::make_unique<CommunicationScope>(to_mode(mode)); }),
+           py::arg("mode"))
       .def("enter", &CommunicationScope::enter)
       .def("exit", &CommunicationScope::exit);
 

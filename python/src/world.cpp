@@ -68,6 +68,7 @@ void run_interruptibly(const Ranks& ranks, const Interrupt& interrupt) {
     thread.join();
   }
   if (signal) std::rethrow_exception(signal);
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   if (!failure) return;
   try {
     std::rethrow_exception(failure);
@@ -136,7 +137,6 @@ void bind_worlds(py::module_& module) {
              py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"));
-  module.def("forget_process_group", &destroy_process_group);
   module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
   module.def("get_rank",
              [] {

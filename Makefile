@@ -46,6 +46,7 @@ test: build
 python-test: build python-check
 
 python-check:
+	@tests/install/wheel $(BUILD)
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
 	@.venv/bin/python -m mypy
 	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
@@ -53,18 +54,18 @@ python-check:
 wheel:
 	@scripts/setup >/dev/null
 	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
-	@ls $(BUILD)/wheel/*.whl
 
 bench: build
 	@$(BUILD)/bench/bench_placement
-	@if [ -x .venv/bin/python ]; then .venv/bin/python bench/dispatch_torch.py >$(BUILD)/dispatch_torch.txt; \
+	@if [ -e $(BUILD)/python/tessera ]; then \
+	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
 
 lint:
 	@scripts/setup >/dev/null
 	@clang-format --dry-run -Werror $(SOURCES)
-	@shellcheck scripts/setup .ci/run tests/install/run
+	@shellcheck scripts/setup .ci/run tests/install/run tests/install/wheel
 	@python3 scripts/check_layers
 
 tidy: build

@@ -20,7 +20,8 @@ double price(const Placement& from, const Placement& to, int64_t n) {
   const double share = (parts - 1) / parts;
   if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work
   if (from.is_partial()) return to.is_replicate() ? 2 * share : to.is_partial() ? 2 * share : share;
-  return to.is_replicate() ? share : to.is_partial() ? 0.02 : share / parts;
+  // A shard as a partial sum moves nothing now, but each rank has to hold, and later to reduce, all of it.
+  return to.is_shard_like() ? share / parts : share;
 }
 
 double bytes_of(const Spec& spec) {

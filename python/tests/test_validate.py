@@ -21,12 +21,13 @@ def test_no_rule_is_false():
 
 
 def test_a_false_rule_is_found(monkeypatch):
-    """A rule that lets a partial sum through a square."""
+    """A rule that lets a partial sum through a sine."""
     honest = validate.proposal_of
 
     def lying(call, mesh):
         rows, decomposed = honest(call, mesh)
-        return rows + [((validate.Partial(),), (validate.Partial(),), 0)], decomposed
+        lie = [((validate.Partial(),), (validate.Partial(),), 0)] if call.name == "aten::sin" else []
+        return rows + lie, decomposed
 
     monkeypatch.setattr(validate, "proposal_of", lying)
     (verdict,) = (v for v in validate.validate(validate.record(["sin"], samples=2, limit=2), [2], progress=False) if v.op == "aten::sin")

@@ -4,11 +4,12 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test bench build lint tidy format install tsan clean
+.PHONY: help demo test op-db bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
 	@echo 'make test      build, then run all tests, and a program against the installed package'
+	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make lint      check formatting, scripts and the order of the layers'
@@ -36,6 +37,9 @@ demo: build
 
 test: build
 	@cd $(BUILD) && ctest --output-on-failure
+
+op-db: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
 bench: build
 	@$(BUILD)/bench/bench_placement

@@ -3,6 +3,8 @@
 A case is (operator, sample, mesh, layout); its number says all three of the latter and stays the same whatever options a run has.
 """
 
+import contextlib
+import functools
 import itertools
 import random
 import zlib
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules import linear_cross_entropy
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_device_type import toleranceOverride
 from torch.testing._internal.common_methods_invocations import op_db
@@ -30,6 +33,15 @@ UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 # The database seeds the generator of this process before each call of a random operator, which ranks that are threads share. They
 # are tried without it: then one device shows which results are random.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+
+for attribute in vars(linear_cross_entropy).values():
+    for cached in vars(attribute).values() if isinstance(attribute, type) else ():
+        if isinstance(cached, functools.cached_property):
+            # Before Python 3.12 its lock is held while the value is computed, and ranks that are threads would wait for each other.
+            cached.lock = contextlib.nullcontext()
+
+#: What can be held as a sum. Smaller floats cannot be added.
+SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 Layout = tuple[tuple[Placement, ...], ...]  # of each tensor, for each mesh dim
 
@@ -248,7 +260,7 @@ def samples_of(op: OpInfo, limit: int | None, only: int | None = None) -> list[t
 def layouts_of(op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tuple[int, ...], mixes: int) -> dict[int, Layout]:
     """By number. None is there twice."""
     dims = range(len(mesh))
-    can_be_partial = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+    can_be_partial = [tensor.dtype in SUMMABLE for tensor in tensors]
 
     def sharded(tensor: torch.Tensor, dim: int) -> tuple[Placement, ...]:
         if tensor.dim() <= dim:

@@ -126,13 +126,14 @@ class Ranks:
         raised = {r: text for r, (found, text, _) in sorted(board.items()) if found == "refused"}
         if len(raised) == RANKS and not any(is_of_peer(text) for text in raised.values()):
             return "refused", raised[0], True
-        own = {r: text for r, text in raised.items() if not is_of_peer(text)} or raised
-        r, text = next(iter(own.items()))
-        return "wrong" if len(own) < RANKS else "refused", f"on ranks {sorted(own)} alone: {text}", False
+        own = {r: text for r, text in raised.items() if not is_of_peer(text)}
+        if not own:
+            return "hung", f"the ranks wait for each other: {next(iter(raised.values()))}", False
+        return "wrong", f"on ranks {sorted(own)} alone: {next(iter(own.values()))}", False
 
 
 def is_of_peer(text: str) -> bool:
-    return "Rank" in text and any(word in text for word in ("timed out", "mismatch", "did not", "failed"))
+    return "cannot complete" in text
 
 
 class Rank:
@@ -205,7 +206,9 @@ class Rank:
         leaves, structure = pytree.tree_flatten(result)
         is_plain = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves]
         got = [whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        written = {index: whole(tensors[index]) for index in reference.written}
+        # Of a sum the addends may change, as long as they add up to the same.
+        partial = [index for index, placements in enumerate(case.layout) if any(placement.is_partial() for placement in placements)]
+        afterwards = {index: whole(tensors[index]) for index in {*reference.written, *partial}}
         if reference.is_random:
             state["random"] = got
         if len(leaves) != len(reference.leaves):
@@ -216,9 +219,10 @@ class Rank:
         for index, (leaf, expected) in enumerate(zip(got, reference.leaves)):
             compare(f"result {index}" if len(got) > 1 else "result", leaf, expected, self._tolerance, compares_values)
         for index, expected in reference.written.items():
-            compare(f"input {index} afterwards", written[index], expected, self._tolerance, compares_values)
+            compare(f"input {index} afterwards", afterwards[index], expected, self._tolerance, compares_values)
         for index, (tensor, local) in enumerate(zip(tensors, before)):
-            if index not in reference.written and not cases.same_values(tensor.to_local().detach(), local):
+            now, then = (afterwards[index], case.inputs.tensors[index]) if index in afterwards else (tensor.to_local().detach(), local)
+            if index not in reference.written and not cases.same_values(now, then):
                 raise Wrong(f"input {index} was changed")
 
     def _backward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:

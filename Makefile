@@ -4,11 +4,13 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test op-db bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test op-db python-check wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
 	@echo 'make test      build, then run all tests, and a program against the installed package'
+	@echo 'make python-test  build, then run the tests of the Python package alone'
+	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -22,9 +24,11 @@ help:
 	@echo 'Each of them first installs what is missing (scripts/setup). An existing libtorch is used if TORCH_PREFIX or'
 	@echo 'CMAKE_PREFIX_PATH names its folder; others: BUILD, PREFIX, CMAKE_ARGS.'
 
+# The Python package is built for the virtual environment that scripts/setup makes; with a libtorch of one's own there is none.
 define configure
-@torch=$$(scripts/setup | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && \
-  { cmake -S . -B $(1) -G Ninja -DCMAKE_PREFIX_PATH="$$torch" $(2) $(CMAKE_ARGS) >$(1)/configure.log 2>&1 || \
+@torch=$$(scripts/setup | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && python= && \
+  case "$$torch" in $(CURDIR)/.venv/*) python="-DTESSERA_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python";; esac && \
+  { cmake -S . -B $(1) -G Ninja -DCMAKE_PREFIX_PATH="$$torch" $$python $(2) $(CMAKE_ARGS) >$(1)/configure.log 2>&1 || \
     { cat $(1)/configure.log; exit 1; }; }
 endef
 
@@ -37,20 +41,35 @@ demo: build
 
 test: build
 	@cd $(BUILD) && ctest --output-on-failure
+	@if [ -e $(BUILD)/python/tessera ]; then $(MAKE) --no-print-directory python-check; \
+	  else echo 'The Python package was not built, so its tests are left out.'; fi
+
+python-test: build python-check
+
+python-check:
+	@tests/install/wheel $(BUILD)
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
+	@.venv/bin/python -m mypy
+	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
+
+wheel:
+	@scripts/setup >/dev/null
+	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
 
 op-db: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
 bench: build
 	@$(BUILD)/bench/bench_placement
-	@if [ -x .venv/bin/python ]; then .venv/bin/python bench/dispatch_torch.py >$(BUILD)/dispatch_torch.txt; \
+	@if [ -e $(BUILD)/python/tessera ]; then \
+	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
 
 lint:
 	@scripts/setup >/dev/null
 	@clang-format --dry-run -Werror $(SOURCES)
-	@shellcheck scripts/setup .ci/run tests/install/run
+	@shellcheck scripts/setup .ci/run tests/install/run tests/install/wheel
 	@python3 scripts/check_layers
 
 tidy: build

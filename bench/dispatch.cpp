@@ -1,6 +1,6 @@
 // What an operator call costs on a distributed tensor beyond the same call on its local tensor, on meshes of
 // the fake backend, so that nothing but dispatch is measured. `--torch FILE` adds the costs of PyTorch's own
-// DTensor, as dispatch_torch.py printed them.
+// DTensor, as dispatch.py wrote them.
 
 #include <tessera/dtensor/dtensor.h>
 
@@ -123,7 +123,7 @@ double median(std::vector<double> values) {
 int main(int argc, char** argv) {
   CLI::App app("What dispatch costs: plain libtorch, Tessera, and PyTorch's DTensor if its costs are given");
   std::string torch_file;
-  app.add_option("--torch", torch_file, "What dispatch_torch.py printed")->check(CLI::ExistingFile);
+  app.add_option("--torch", torch_file, "What dispatch.py wrote")->check(CLI::ExistingFile);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   std::map<std::string, double> torch;  // overheads

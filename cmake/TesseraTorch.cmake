@@ -4,6 +4,15 @@
 # where torch came from pip. There, libtorch is used by hand, for CPU tensors; the nccl backend is then left out.
 include_guard(GLOBAL)
 
+if(SKBUILD)
+  # Building the Python package: the torch that Python would import.
+  find_package(Python REQUIRED COMPONENTS Interpreter)
+  execute_process(COMMAND "${Python_EXECUTABLE}" -c
+                          "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
+                  OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  list(PREPEND CMAKE_PREFIX_PATH "${torch_dir}")
+endif()
+
 set(TESSERA_TORCH_DIR "")
 find_file(TESSERA_TORCH_CONFIG TorchConfig.cmake PATH_SUFFIXES share/cmake/Torch NO_CACHE
           PATHS "${Torch_DIR}" NO_CMAKE_FIND_ROOT_PATH)

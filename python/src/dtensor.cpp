@@ -1,9 +1,9 @@
-#include "bindings.h"
-
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
-#include <tessera/placement/text.h>
+#include <tessera/error.h>
+
+#include "bindings.h"
 
 namespace tessera::python {
 
@@ -29,7 +29,8 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, py::handl
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, py::handle placements, bool async_op,
-                        std::optional<at::ScalarType> forward_dtype, std::optional<at::ScalarType> backward_dtype) {
+                        std::optional<at::ScalarType> forward_dtype,
+                        std::optional<at::ScalarType> backward_dtype) {
   DTensor::RedistributeOptions options;
   options.async_op = async_op;
   options.forward_dtype = forward_dtype;
@@ -72,80 +73,98 @@ class Scope {
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
 using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication>;
 
+ImplicitCommunication to_mode(const std::string& name) {
+  if (name == "allowed") return ImplicitCommunication::allowed;
+  if (name == "warned") return ImplicitCommunication::warned;
+  TESSERA_CHECK_VALUE(name == "forbidden",
+                      "implicit_communication: the mode is \"allowed\", \"warned\" or \"forbidden\", got \"",
+                      name, "\".");
+  return ImplicitCommunication::forbidden;
+}
+
 }  // namespace
 
 void bind_dtensors(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("is_dtensor", &is_dtensor, py::arg("object"));
-  module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"), py::arg("run_check"),
-             py::arg("shape"), py::arg("stride"), py::arg("grad_placements"));
-  module.def("to_local",
-             [](const at::Tensor& tensor, py::handle grad_placements) {
-               auto placed = to_optional_placements(grad_placements, "to_local");
-               const py::gil_scoped_release release;
-               return DTensor(tensor).to_local(std::move(placed));
-             },
-             py::arg("tensor"), py::arg("grad_placements"));
-  module.def("full_tensor",
-             [](const at::Tensor& tensor, py::handle grad_placements) {
-               auto placed = to_optional_placements(grad_placements, "full_tensor");
-               const py::gil_scoped_release release;
-               return DTensor(tensor).full_tensor(std::move(placed));
-             },
-             py::arg("tensor"), py::arg("grad_placements"));
+  module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"),
+             py::arg("run_check"), py::arg("shape"), py::arg("stride"), py::arg("grad_placements"));
+  module.def(
+      "to_local",
+      [](const at::Tensor& tensor, py::handle grad_placements) {
+        auto placed = to_optional_placements(grad_placements, "to_local");
+        const py::gil_scoped_release release;
+        return DTensor(tensor).to_local(std::move(placed));
+      },
+      py::arg("tensor"), py::arg("grad_placements"));
+  module.def(
+      "full_tensor",
+      [](const at::Tensor& tensor, py::handle grad_placements) {
+        auto placed = to_optional_placements(grad_placements, "full_tensor");
+        const py::gil_scoped_release release;
+        return DTensor(tensor).full_tensor(std::move(placed));
+      },
+      py::arg("tensor"), py::arg("grad_placements"));
   module.def("redistribute", &redistribute, py::arg("tensor"), py::arg("placements"), py::arg("async_op"),
              py::arg("forward_dtype"), py::arg("backward_dtype"));
   module.def("distribute_tensor", &distribute, py::arg("tensor"), py::arg("mesh"), py::arg("placements"),
              py::arg("src_data_rank"));
-  module.def("placements", [](const at::Tensor& tensor) { return from_placements(DTensor(tensor).placements()); },
-             py::arg("tensor"));
-  module.def("device_mesh", [](const at::Tensor& tensor) { return DTensor(tensor).device_mesh(); }, py::arg("tensor"));
-  module.def("local_tensor", [](const at::Tensor& tensor) { return DTensorImpl::of(DTensor(tensor))->local(); },
-             py::arg("tensor"), Release());
-  module.def("flatten",
-             [](const at::Tensor& tensor) {
-               const auto [local, context] = DTensor(tensor).flatten();
-               return std::make_pair(local, context.str());
-             },
-             py::arg("tensor"));
-  module.def("unflatten",
-             [](const at::Tensor& local, const DeviceMesh& mesh, const std::string& text) -> at::Tensor {
-               return DTensor::unflatten(local, DTensor::Context::parse(text, mesh));
-             },
-             py::arg("local"), py::arg("mesh"), py::arg("text"));
-  module.def("spec_text", [](const at::Tensor& tensor) { return c10::str(DTensor(tensor).spec()); }, py::arg("tensor"));
-  module.def("check_no_partial",
-             [](const at::Tensor& tensor, const std::string& what) { check_no_partial({tensor}, what); }, py::arg("tensor"),
-             py::arg("what"));
+  module.def(
+      "placements", [](const at::Tensor& tensor) { return from_placements(DTensor(tensor).placements()); },
+      py::arg("tensor"));
+  module.def(
+      "device_mesh", [](const at::Tensor& tensor) { return DTensor(tensor).device_mesh(); },
+      py::arg("tensor"));
+  module.def(
+      "local_tensor", [](const at::Tensor& tensor) { return DTensorImpl::of(DTensor(tensor))->local(); },
+      py::arg("tensor"), Release());
+  module.def(
+      "flatten",
+      [](const at::Tensor& tensor) {
+        const auto [local, context] = DTensor(tensor).flatten();
+        return std::make_pair(local, context.str());
+      },
+      py::arg("tensor"));
+  module.def(
+      "unflatten",
+      [](const at::Tensor& local, const DeviceMesh& mesh, const std::string& text) -> at::Tensor {
+        return DTensor::unflatten(local, DTensor::Context::parse(text, mesh));
+      },
+      py::arg("local"), py::arg("mesh"), py::arg("text"));
+  module.def(
+      "check_no_partial",
+      [](const at::Tensor& tensor, const std::string& what) { check_no_partial({tensor}, what); },
+      py::arg("tensor"), py::arg("what"));
 
-  module.def("empty",
-             [](const std::vector<int64_t>& size, const DeviceMesh& mesh, py::handle placements,
-                std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
-               return empty(size, mesh, to_placements(placements, "empty"), options_of(dtype, layout, requires_grad));
-             },
-             py::arg("size"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
-             py::arg("requires_grad"));
-  module.def("full",
-             [](const std::vector<int64_t>& size, const at::Scalar& value, const DeviceMesh& mesh, py::handle placements,
-                std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
-               Placements placed = to_placements(placements, "full");
-               const py::gil_scoped_release release;
-               return full(size, value, mesh, std::move(placed), options_of(dtype, layout, requires_grad));
-             },
-             py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
-             py::arg("requires_grad"));
+  module.def(
+      "empty",
+      [](const std::vector<int64_t>& size, const DeviceMesh& mesh, py::handle placements,
+         std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {
+        return empty(size, mesh, to_placements(placements, "empty"),
+                     options_of(dtype, layout, requires_grad));
+      },
+      py::arg("size"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
+      py::arg("requires_grad"));
+  module.def(
+      "full",
+      [](const std::vector<int64_t>& size, const at::Tensor& value, const DeviceMesh& mesh,
+         py::handle placements, std::optional<at::ScalarType> dtype, at::Layout layout,
+         bool requires_grad) -> at::Tensor {
+        Placements placed = to_placements(placements, "full");
+        const py::gil_scoped_release release;
+        return full(size, value.item(), mesh, std::move(placed), options_of(dtype, layout, requires_grad));
+      },
+      py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"),
+      py::arg("layout"), py::arg("requires_grad"));
 
-  py::enum_<ImplicitCommunication>(module, "ImplicitCommunication",
-                                   "Whether operators may move data between ranks of their own accord.")
-      .value("allowed", ImplicitCommunication::allowed)
-      .value("warned", ImplicitCommunication::warned)
-      .value("forbidden", ImplicitCommunication::forbidden);
   py::class_<ReplicationScope>(module, "ImplicitReplicationScope")
       .def(py::init<>())
       .def("enter", &ReplicationScope::enter)
       .def("exit", &ReplicationScope::exit);
   py::class_<CommunicationScope>(module, "ImplicitCommunicationScope")
-      .def(py::init<ImplicitCommunication>(), py::arg("mode"))
+      .def(py::init(
+               [](const std::string& mode) { return std::make_unique<CommunicationScope>(to_mode(mode)); }),
+           py::arg("mode"))
       .def("enter", &CommunicationScope::enter)
       .def("exit", &CommunicationScope::exit);
 

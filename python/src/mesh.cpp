@@ -1,5 +1,3 @@
-#include "bindings.h"
-
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/mesh/device_mesh.h>
@@ -9,6 +7,8 @@
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "bindings.h"
 
 namespace tessera::python {
 
@@ -51,7 +51,9 @@ DeviceMesh mesh_from_group(py::handle group, const std::string& device_type, py:
       const at::Tensor given = to_ranks(ranks).to(at::kLong).contiguous();
       members.assign(given.const_data_ptr<int64_t>(), given.const_data_ptr<int64_t>() + given.numel());
     } else if (!current_world()->is_threads()) {
-      members = py::module_::import("torch.distributed").attr("get_process_group_ranks")(group).cast<std::vector<int64_t>>();
+      members = py::module_::import("torch.distributed")
+                    .attr("get_process_group_ranks")(group)
+                    .cast<std::vector<int64_t>>();
     }
     return DeviceMesh::from_group(to_group(group), device, members, to_names(names));
   }
@@ -84,8 +86,9 @@ std::vector<std::unique_ptr<MeshScope>>& scopes() {
 
 std::string repr(const DeviceMesh& mesh) {
   const std::string text = mesh.str();  // mesh(dp=2, tp=4)
-  return c10::str("DeviceMesh", text.substr(4, text.size() - 5), ", '", c10::DeviceTypeName(mesh.device_type(), true),
-                  "', ranks=", c10::IntArrayRef(mesh.ranks()), ")");
+  return c10::str("DeviceMesh", text.substr(4, text.size() - 5), ", '",
+                  c10::DeviceTypeName(mesh.device_type(), true), "', ranks=", c10::IntArrayRef(mesh.ranks()),
+                  ")");
 }
 
 }  // namespace
@@ -104,8 +107,9 @@ py::object from_group(const Group& group) {
 
 void bind_meshes(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<DeviceMesh>(module, "DeviceMesh",
-                         R"doc(An n-d array of ranks, seen from one of them: the stage on which tensors are distributed.
+  py::class_<DeviceMesh>(
+      module, "DeviceMesh",
+      R"doc(An n-d array of ranks, seen from one of them: the stage on which tensors are distributed.
 
 ``mesh``: the ranks, as an integer tensor or nested lists. All ranks must make the same meshes; those that are not in a
 mesh may hold it too. Used as ``with mesh:``, it is the default of functions that take one.
@@ -114,108 +118,132 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
     mesh["tp"]            # the part of the mesh along tp that this rank is in)doc")
       .def(py::init(&make_mesh), py::arg("device_type"), py::arg("mesh"), py::kw_only(),
            py::arg("mesh_dim_names") = py::none())
-      .def_static("from_group", &mesh_from_group, py::arg("group"), py::arg("device_type"), py::arg("mesh") = py::none(),
-                  py::kw_only(), py::arg("mesh_dim_names") = py::none(),
+      .def_static("from_group", &mesh_from_group, py::arg("group"), py::arg("device_type"),
+                  py::arg("mesh") = py::none(), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
                   "The mesh over the ranks of a group of torch.distributed, or of one group for each dim.")
       .def_static("_concatenate", &DeviceMesh::concatenate, py::arg("device_mesh_list"),
                   "The mesh whose dims are the dims of all these meshes, which are parts of one.")
-      .def_property_readonly("device_type",
-                             [](const DeviceMesh& self) { return c10::DeviceTypeName(self.device_type(), true); },
-                             "What the tensors lie on: \"cpu\", \"cuda\", ...")
+      .def_property_readonly(
+          "device_type", [](const DeviceMesh& self) { return c10::DeviceTypeName(self.device_type(), true); },
+          "What the tensors lie on: \"cpu\", \"cuda\", ...")
       .def_property_readonly("ndim", &DeviceMesh::ndim, "How many dims it has.")
-      .def_property_readonly("shape", [](const DeviceMesh& self) { return to_tuple(self.shape()); },
-                             "How many ranks each dim has.")
+      .def_property_readonly(
+          "shape", [](const DeviceMesh& self) { return to_tuple(self.shape()); },
+          "How many ranks each dim has.")
       .def_property_readonly("mesh", &DeviceMesh::mesh, "The ranks, as an integer tensor.")
-      .def_property_readonly("mesh_dim_names",
-                             [](const DeviceMesh& self) -> py::object {
-                               if (self.mesh_dim_names().empty()) return py::none();
-                               return py::tuple(py::cast(self.mesh_dim_names()));
-                             },
-                             "The names of the dims, or None.")
-      .def("size",
-           [](const DeviceMesh& self, py::handle dim) {
-             const auto given = to_optional_mesh_dim(dim);
-             return given ? self.size(*given) : self.size();
-           },
-           py::arg("mesh_dim") = py::none(), "How many ranks there are, in all or along one dim.")
+      .def_property_readonly(
+          "mesh_dim_names",
+          [](const DeviceMesh& self) -> py::object {
+            if (self.mesh_dim_names().empty()) return py::none();
+            return py::tuple(py::cast(self.mesh_dim_names()));
+          },
+          "The names of the dims, or None.")
+      .def(
+          "size",
+          [](const DeviceMesh& self, py::handle dim) {
+            const auto given = to_optional_mesh_dim(dim);
+            return given ? self.size(*given) : self.size();
+          },
+          py::arg("mesh_dim") = py::none(), "How many ranks there are, in all or along one dim.")
       .def("get_rank", &DeviceMesh::get_rank, "This rank in the world, whether in the mesh or not.")
-      .def("get_local_rank",
-           [](const DeviceMesh& self, py::handle dim) { return self.get_local_rank(to_optional_mesh_dim(dim)); },
-           py::arg("mesh_dim") = py::none(), "This rank's place along a dim, which may be left out on a 1-d mesh.")
-      .def("get_coordinate",
-           [](const DeviceMesh& self) -> py::object {
-             const auto coordinate = self.get_coordinate();
-             return coordinate ? py::object(to_tuple(*coordinate)) : py::none();
-           },
-           "This rank's place along each dim, or None if it is not in the mesh.")
-      .def("get_group",
-           [](const DeviceMesh& self, py::handle dim) {
-             const auto given = to_optional_mesh_dim(dim);
-             Group group;
-             {
-               const py::gil_scoped_release release;
-               group = self.get_group(given);
-             }
-             return from_group(group);
-           },
-           py::arg("mesh_dim") = py::none(), "The group of the ranks that differ from this one in one dim only.")
-      .def("get_all_groups",
-           [](const DeviceMesh& self) {
-             std::vector<Group> groups;
-             {
-               const py::gil_scoped_release release;
-               groups = self.get_all_groups();
-             }
-             py::list result;
-             for (const Group& group : groups) result.append(from_group(group));
-             return result;
-           },
-           "One group for each dim.")
-      .def("__getitem__", &slice, py::arg("mesh_dim_names"), "The part of the mesh along some dims that this rank is in.")
+      .def(
+          "get_local_rank",
+          [](const DeviceMesh& self, py::handle dim) {
+            return self.get_local_rank(to_optional_mesh_dim(dim));
+          },
+          py::arg("mesh_dim") = py::none(),
+          "This rank's place along a dim, which may be left out on a 1-d mesh.")
+      .def(
+          "get_coordinate",
+          [](const DeviceMesh& self) -> py::object {
+            const auto coordinate = self.get_coordinate();
+            return coordinate ? py::object(to_tuple(*coordinate)) : py::none();
+          },
+          "This rank's place along each dim, or None if it is not in the mesh.")
+      .def(
+          "get_group",
+          [](const DeviceMesh& self, py::handle dim) {
+            const auto given = to_optional_mesh_dim(dim);
+            Group group;
+            {
+              const py::gil_scoped_release release;
+              group = self.get_group(given);
+            }
+            return from_group(group);
+          },
+          py::arg("mesh_dim") = py::none(),
+          "The group of the ranks that differ from this one in one dim only.")
+      .def(
+          "get_all_groups",
+          [](const DeviceMesh& self) {
+            std::vector<Group> groups;
+            {
+              const py::gil_scoped_release release;
+              groups = self.get_all_groups();
+            }
+            py::list result;
+            for (const Group& group : groups) result.append(from_group(group));
+            return result;
+          },
+          "One group for each dim.")
+      .def("__getitem__", &slice, py::arg("mesh_dim_names"),
+           "The part of the mesh along some dims that this rank is in.")
       .def("_get_root_mesh", &DeviceMesh::root, "The mesh that this one was cut from.")
-      .def("_get_all_submeshes", [](const DeviceMesh& self, py::handle dim) { return self.submeshes(to_mesh_dim(dim)); },
-           py::arg("mesh_dim_name"), "All parts of the mesh along one of its dims.")
+      .def(
+          "_get_all_submeshes",
+          [](const DeviceMesh& self, py::handle dim) { return self.submeshes(to_mesh_dim(dim)); },
+          py::arg("mesh_dim_name"), "All parts of the mesh along one of its dims.")
       .def("_is_current_rank_part_of_mesh", &DeviceMesh::is_member, "Whether this rank is in the mesh.")
-      .def("_flatten",
-           [](const DeviceMesh& self, const std::optional<std::string>& name) { return self.flatten(name.value_or("")); },
-           py::arg("mesh_dim_name") = py::none(), "All dims as one.", Release())
-      .def("_unflatten",
-           [](const DeviceMesh& self, py::handle dim, const std::vector<int64_t>& sizes, const Names& names) {
-             return self.unflatten(to_mesh_dim(dim), sizes, names);
-           },
-           py::arg("dim"), py::arg("mesh_sizes"), py::arg("mesh_dim_names"), "One dim as several.")
+      .def(
+          "_flatten",
+          [](const DeviceMesh& self, const std::optional<std::string>& name) {
+            return self.flatten(name.value_or(""));
+          },
+          py::arg("mesh_dim_name") = py::none(), "All dims as one.", Release())
+      .def(
+          "_unflatten",
+          [](const DeviceMesh& self, py::handle dim, const std::vector<int64_t>& sizes, const Names& names) {
+            return self.unflatten(to_mesh_dim(dim), sizes, names);
+          },
+          py::arg("dim"), py::arg("mesh_sizes"), py::arg("mesh_dim_names"), "One dim as several.")
       .def("__enter__",
            [](const DeviceMesh& self) {
              scopes().push_back(std::make_unique<MeshScope>(self));
              return self;
            })
       .def("__exit__", [](const DeviceMesh&, const py::args&) { scopes().pop_back(); })
-      .def("__eq__", [](const DeviceMesh& self, const DeviceMesh& other) { return self == other; }, py::is_operator())
+      .def(
+          "__eq__", [](const DeviceMesh& self, const DeviceMesh& other) { return self == other; },
+          py::is_operator())
       .def("__hash__", &DeviceMesh::hash)
       .def("__repr__", repr)
       .def("__str__", repr)
       .def("__copy__", [](const DeviceMesh& self) { return self; })
-      .def("__deepcopy__", [](const DeviceMesh& self, py::handle) { return self; }, py::arg("memo"))
+      .def(
+          "__deepcopy__", [](const DeviceMesh& self, py::handle) { return self; }, py::arg("memo"))
       .def("__reduce__", [](const DeviceMesh& self) {
         const auto rebuild = py::module_::import("tessera._rebuild").attr("rebuild_mesh");
-        return py::make_tuple(rebuild, py::make_tuple(c10::DeviceTypeName(self.device_type(), true), self.shape().vec(),
-                                                      self.ranks(), self.mesh_dim_names()));
+        return py::make_tuple(
+            rebuild, py::make_tuple(c10::DeviceTypeName(self.device_type(), true), self.shape().vec(),
+                                    self.ranks(), self.mesh_dim_names()));
       });
 
-  module.def("init_device_mesh",
-             [](const std::string& device_type, const std::vector<int64_t>& shape,
-                const std::optional<std::vector<std::string>>& names) {
-               ensure_world();
-               return init_device_mesh(to_device_type(device_type), shape, to_names(names));
-             },
-             py::arg("device_type"), py::arg("mesh_shape"), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
-             R"doc(A mesh over ranks 0, 1, ... of the world, row-major.
+  module.def(
+      "init_device_mesh",
+      [](const std::string& device_type, const std::vector<int64_t>& shape,
+         const std::optional<std::vector<std::string>>& names) {
+        ensure_world();
+        return init_device_mesh(to_device_type(device_type), shape, to_names(names));
+      },
+      py::arg("device_type"), py::arg("mesh_shape"), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
+      R"doc(A mesh over ranks 0, 1, ... of the world, row-major.
 
     mesh = tessera.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
 
 The ranks are those of ``tessera.run``, else of ``torch.distributed``, which is initialised if a launcher such as torchrun
 started this process.)doc");
-  module.def("current_mesh", &current_mesh, "The mesh of the innermost ``with mesh:`` of this thread; an error if there is none.");
+  module.def("current_mesh", &current_mesh,
+             "The mesh of the innermost ``with mesh:`` of this thread; an error if there is none.");
 }
 
 }  // namespace tessera::python

@@ -1,8 +1,8 @@
-#include "bindings.h"
-
 #include <tessera/comm/blocking.h>
 
 #include <c10/util/Exception.h>
+
+#include "bindings.h"
 
 namespace tessera::python {
 
@@ -33,8 +33,8 @@ void translate(std::exception_ptr pointer) {
 PYBIND11_MODULE(_C, module) {
   using namespace tessera::python;
   module.doc() = "Tessera's C++ library, as the Python package uses it.";
-  // Some operators reach us with Python's lock held (indexing, for one). Waiting for another rank with it would keep
-  // that rank, a thread of this process, from ever getting there.
+  // Some operators reach us with Python's lock held (indexing, for one). Waiting for another rank with it
+  // would keep that rank, a thread of this process, from ever getting there.
   tessera::set_blocking_hooks({[]() -> void* { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
                                [](void* state) {
                                  if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));

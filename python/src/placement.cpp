@@ -1,8 +1,8 @@
-#include "bindings.h"
-
 #include <tessera/error.h>
 #include <tessera/placement/placement.h>
 #include <tessera/placement/text.h>
+
+#include "bindings.h"
 
 namespace tessera::python {
 
@@ -67,8 +67,9 @@ Placement to_placement(py::handle object) {
 
 Placements to_placements(py::handle objects, const char* what) {
   if (!py::isinstance<py::sequence>(objects) || py::isinstance<py::str>(objects)) {
-    throw py::type_error(c10::str(what, ": placements must be a sequence with one placement for each mesh dim, got ",
-                                  py::repr(objects).cast<std::string>(), "."));
+    throw py::type_error(
+        c10::str(what, ": placements must be a sequence with one placement for each mesh dim, got ",
+                 py::repr(objects).cast<std::string>(), "."));
   }
   Placements result;
   for (const py::handle object : objects) result.push_back(to_placement(object));
@@ -100,27 +101,31 @@ py::tuple from_placements(c10::ArrayRef<Placement> placements) {
 }
 
 void bind_placements(py::module_& module) {
-  module.def("parse_placement",
-             [](const std::string& text) { return from_placement(parse_placement(text)); }, py::arg("text"),
-             R"doc(The placement that ``str`` wrote: ``parse_placement("S(0)") == Shard(0)``.)doc");
+  module.def(
+      "parse_placement", [](const std::string& text) { return from_placement(parse_placement(text)); },
+      py::arg("text"), R"doc(The placement that ``str`` wrote: ``parse_placement("S(0)") == Shard(0)``.)doc");
 
   py::class_<Placement>(module, "Placement",
                         R"doc(What the ranks along one mesh dim hold of a tensor: Shard, Replicate or Partial.
 
 A small immutable value that can be compared, hashed and pickled.)doc")
-      .def("is_shard",
-           [](const Placement& self, std::optional<int64_t> dim) {
-             return dim ? self.is_shard_like(*dim) : self.is_shard_like();
-           },
-           py::arg("dim") = py::none(), "Whether it cuts a tensor dim (that one, if given).")
+      .def(
+          "is_shard",
+          [](const Placement& self, std::optional<int64_t> dim) {
+            return dim ? self.is_shard_like(*dim) : self.is_shard_like();
+          },
+          py::arg("dim") = py::none(), "Whether it cuts a tensor dim (that one, if given).")
       .def("is_replicate", &Placement::is_replicate, "Whether every rank holds the whole tensor.")
-      .def("is_partial",
-           [](const Placement& self, const std::optional<std::string>& reduce_op) {
-             return self.is_partial() && (!reduce_op || name(self.op()) == *reduce_op);
-           },
-           py::arg("reduce_op") = py::none(),
-           "Whether the ranks' values have yet to be reduced (by that reduction, if given).")
-      .def("__eq__", [](const Placement& self, const Placement& other) { return self == other; }, py::is_operator())
+      .def(
+          "is_partial",
+          [](const Placement& self, const std::optional<std::string>& reduce_op) {
+            return self.is_partial() && (!reduce_op || name(self.op()) == *reduce_op);
+          },
+          py::arg("reduce_op") = py::none(),
+          "Whether the ranks' values have yet to be reduced (by that reduction, if given).")
+      .def(
+          "__eq__", [](const Placement& self, const Placement& other) { return self == other; },
+          py::is_operator())
       .def("__hash__", &Placement::hash)
       .def("__repr__", repr)
       .def("__str__", &Placement::str)
@@ -129,21 +134,27 @@ A small immutable value that can be compared, hashed and pickled.)doc")
         return py::make_tuple(rebuild, py::make_tuple(self.str()));
       });
 
-  py::class_<ShardObject, Placement>(module, "Shard",
-                                     R"doc(Tensor dim ``dim`` is cut into chunks, one for each rank in order, as ``torch.chunk`` cuts.
+  py::class_<ShardObject, Placement>(
+      module, "Shard",
+      R"doc(Tensor dim ``dim`` is cut into chunks, one for each rank in order, as ``torch.chunk`` cuts.
 
 A negative dim counts from the end.)doc")
       .def(py::init([](int64_t dim) { return ShardObject(Shard(dim)); }), py::arg("dim"))
-      .def_property_readonly("dim", [](const ShardObject& self) { return self.dim(); }, "The tensor dim that is cut.");
+      .def_property_readonly(
+          "dim", [](const ShardObject& self) { return self.dim(); }, "The tensor dim that is cut.");
 
   py::class_<StridedShardObject, Placement>(
       module, "_StridedShard",
       R"doc(Tensor dim ``dim`` is cut into ``split_factor`` chunks, each of these into one for each rank.)doc")
-      .def(py::init([](int64_t dim, int64_t split_factor) { return StridedShardObject(StridedShard(dim, split_factor)); }),
+      .def(py::init([](int64_t dim, int64_t split_factor) {
+             return StridedShardObject(StridedShard(dim, split_factor));
+           }),
            py::arg("dim"), py::kw_only(), py::arg("split_factor"))
-      .def_property_readonly("dim", [](const StridedShardObject& self) { return self.dim(); }, "The tensor dim that is cut.")
-      .def_property_readonly("split_factor", [](const StridedShardObject& self) { return self.split(); },
-                             "In how many pieces the dim counts as cut already.");
+      .def_property_readonly(
+          "dim", [](const StridedShardObject& self) { return self.dim(); }, "The tensor dim that is cut.")
+      .def_property_readonly(
+          "split_factor", [](const StridedShardObject& self) { return self.split(); },
+          "In how many pieces the dim counts as cut already.");
 
   py::class_<ReplicateObject, Placement>(module, "Replicate", R"doc(Every rank holds the whole tensor.)doc")
       .def(py::init([] { return ReplicateObject(Replicate()); }));
@@ -154,11 +165,13 @@ A negative dim counts from the end.)doc")
 
 ``reduce_op``: "sum", "avg", "product", "min", "max", "any" or "all".)doc")
       .def(py::init(&make_partial), py::arg("reduce_op") = "sum")
-      .def_property_readonly("reduce_op", [](const PartialObject& self) { return std::string(name(self.op())); },
-                             "How the values are reduced.");
+      .def_property_readonly(
+          "reduce_op", [](const PartialObject& self) { return std::string(name(self.op())); },
+          "How the values are reduced.");
 
-  module.def("_NormPartial", [](double p) { return from_placement(NormPartial(p)); }, py::arg("p") = 2.0,
-             R"doc(A Partial of which every rank holds the p-norm of its part.)doc");
+  module.def(
+      "_NormPartial", [](double p) { return from_placement(NormPartial(p)); }, py::arg("p") = 2.0,
+      R"doc(A Partial of which every rank holds the p-norm of its part.)doc");
 }
 
 }  // namespace tessera::python

@@ -1,5 +1,3 @@
-#include "bindings.h"
-
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
@@ -14,11 +12,14 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include "bindings.h"
+
 namespace tessera::python {
 
 namespace {
 
-/// A Python exception on its way from a rank to the caller of `run`. Made, and taken apart again, with Python's lock held.
+/// A Python exception on its way from a rank to the caller of `run`. Made, and taken apart again, with
+/// Python's lock held.
 class RankError : public std::runtime_error {
  public:
   explicit RankError(py::error_already_set& error)
@@ -29,8 +30,8 @@ class RankError : public std::runtime_error {
   std::shared_ptr<py::error_already_set> error_;
 };
 
-/// Runs `ranks`, which waits for other threads, without Python's lock, but looks after signals: `interrupt` is called if one
-/// raised an exception, which is thrown in the end.
+/// Runs `ranks`, which waits for other threads, without Python's lock, but looks after signals: `interrupt`
+/// is called if one raised an exception, which is thrown in the end.
 template <class Ranks, class Interrupt>
 void run_interruptibly(const Ranks& ranks, const Interrupt& interrupt) {
   std::mutex mutex;
@@ -68,6 +69,7 @@ void run_interruptibly(const Ranks& ranks, const Interrupt& interrupt) {
     thread.join();
   }
   if (signal) std::rethrow_exception(signal);
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   if (!failure) return;
   try {
     std::rethrow_exception(failure);
@@ -78,8 +80,8 @@ void run_interruptibly(const Ranks& ranks, const Interrupt& interrupt) {
 
 py::list run_ranks(int64_t world_size, const py::object& function, const py::tuple& args, double timeout,
                    const std::string& backend, int threads_per_rank) {
-  TESSERA_CHECK_VALUE(timeout > 0 && timeout < 1e9, "run: the timeout must be a positive number of seconds, got ", timeout,
-                      ".");
+  TESSERA_CHECK_VALUE(timeout > 0 && timeout < 1e9,
+                      "run: the timeout must be a positive number of seconds, got ", timeout, ".");
   RunOptions options;
   options.timeout = std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(timeout * 1000)));
   options.backend = backend;
@@ -98,7 +100,8 @@ py::list run_ranks(int64_t world_size, const py::object& function, const py::tup
       results[world->rank()] = function(*args);
     } catch (py::error_already_set& error) {
       if (py::hasattr(error.value(), "add_note"))
-        error.value().attr("add_note")(c10::str("This was raised on rank ", world->rank(), " of ", world_size, "."));
+        error.value().attr("add_note")(
+            c10::str("This was raised on rank ", world->rank(), " of ", world_size, "."));
       throw RankError(error);
     }
   };
@@ -132,24 +135,25 @@ void adopt_process_group(int64_t rank, int64_t size, const py::object& store, do
 void ensure_world() { py::module_::import("tessera._world").attr("ensure")(); }
 
 void bind_worlds(py::module_& module) {
-  module.def("run_ranks", &run_ranks, py::arg("world_size"), py::arg("function"), py::arg("args"), py::arg("timeout"),
-             py::arg("backend"), py::arg("threads_per_rank"));
+  module.def("run_ranks", &run_ranks, py::arg("world_size"), py::arg("function"), py::arg("args"),
+             py::arg("timeout"), py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"));
-  module.def("forget_process_group", &destroy_process_group);
   module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
-  module.def("get_rank",
-             [] {
-               ensure_world();
-               return get_rank();
-             },
-             "Which of the ranks this is.");
-  module.def("get_world_size",
-             [] {
-               ensure_world();
-               return get_world_size();
-             },
-             "How many ranks there are.");
+  module.def(
+      "get_rank",
+      [] {
+        ensure_world();
+        return get_rank();
+      },
+      "Which of the ranks this is.");
+  module.def(
+      "get_world_size",
+      [] {
+        ensure_world();
+        return get_world_size();
+      },
+      "How many ranks there are.");
 }
 
 }  // namespace tessera::python

@@ -20,7 +20,7 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # noqa: F401  its libraries must be loaded before ours
 
-from tessera import _patches
+from tessera import _patches, experimental
 from tessera._C import (
     DeviceMesh,
     Partial,
@@ -48,6 +48,7 @@ __all__ = [
     "Shard",
     "distribute_tensor",
     "empty",
+    "experimental",
     "from_torch",
     "full",
     "get_rank",

@@ -196,8 +196,8 @@ def full(
 ) -> torch.Tensor:
     """A tensor filled with ``fill_value``, of which each rank allocates only its part. Without dtype, that of the value."""
     mesh = _mesh(device_mesh)
-    dtype = dtype or torch.full((), fill_value).dtype
-    return _C.full(list(size), fill_value, mesh, _placements(placements, mesh), dtype, layout, requires_grad)
+    value = torch.full((), fill_value)
+    return _C.full(list(size), value, mesh, _placements(placements, mesh), dtype or value.dtype, layout, requires_grad)
 
 
 def zeros(

@@ -36,7 +36,7 @@ def from_torch(tensor: "TorchDTensor", device_mesh: _C.DeviceMesh | None = None)
     ``device_mesh``: what ``mesh_from_torch(tensor.device_mesh)`` gave before, to have many tensors on one mesh.
     """
     spec = tensor._spec
-    if getattr(spec, "shard_order", None) and getattr(spec, "use_strided_shard_as_shard_order", None) is False:
+    if spec.shard_order is not None and spec.shard_order != spec.compute_default_shard_order(spec.placements):
         raise NotImplementedError(f"from_torch: {spec} has an explicit order of cuts; redistribute it first.")
     mesh = mesh_from_torch(tensor.device_mesh) if device_mesh is None else device_mesh
     return DTensor.from_local(tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())  # type: ignore[arg-type]
@@ -48,12 +48,13 @@ def to_torch(tensor: torch.Tensor, device_mesh: "TorchMesh | None" = None) -> "T
     ``device_mesh``: what ``mesh_to_torch(tensor.device_mesh)`` gave before, to have many tensors on one mesh.
     """
     from torch.distributed import tensor as reference
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     def placement(ours: _C.Placement) -> Any:
         if ours.is_replicate():
             return reference.Replicate()
         if isinstance(ours, _C._StridedShard):
-            return reference._StridedShard(ours.dim, split_factor=ours.split_factor)
+            return _StridedShard(ours.dim, split_factor=ours.split_factor)
         if isinstance(ours, _C.Shard):
             return reference.Shard(ours.dim)
         assert isinstance(ours, _C.Partial)

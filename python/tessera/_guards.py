@@ -23,7 +23,7 @@ def implicit_communication(mode: Literal["allowed", "warned", "forbidden"]) -> I
     """Inside, an operator that would move data between ranks to bring its arguments into a form it can work with may do so, warns, or is
     an error that names it, the argument and the two placements. What is asked for by name, as ``redistribute``, is always allowed.
     """
-    scope = _C.ImplicitCommunicationScope(_C.ImplicitCommunication.__members__[mode])
+    scope = _C.ImplicitCommunicationScope(mode)
     scope.enter()
     try:
         yield

@@ -53,8 +53,8 @@ struct WorldOptions {
   /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment.
   bool check_collectives = false;
 
-  /// Asked before the world makes a group: one of exactly these ranks that exists already, for tensors on that
-  /// device, or null.
+  /// Asked before the world makes a group: one of exactly these ranks that exists already, for tensors on
+  /// that device, or null.
   std::function<Group(c10::IntArrayRef ranks, c10::DeviceType device)> existing_group = {};
 
   /// Set by `run`: the memory that rank threads share. Null for ranks that are processes.

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <map>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -22,6 +24,10 @@ struct CacheStatistics {
 TESSERA_API CacheStatistics dispatch_cache_statistics();
 /// How many plans a thread keeps at the most; then the one not used for longest goes.
 TESSERA_API void set_dispatch_cache_capacity(size_t capacity);
+
+/// How many calls of each operator the process has computed on replicas, for want of a rule that applies. All
+/// threads' calls; operators without any are not there.
+TESSERA_API std::map<std::string, uint64_t> fallback_counts();
 
 /// What tells calls apart that need different plans.
 using CacheKey = c10::SmallVector<uint64_t, 14>;
@@ -54,6 +60,11 @@ class LeastRecentlyUsed {
     order_.push_front(&entry->first);
     entry->second.place = order_.begin();
     return entry->second.value;
+  }
+
+  void clear() {
+    entries_.clear();
+    order_.clear();
   }
 
   void set_capacity(size_t capacity) { capacity_ = capacity > 0 ? capacity : 1; }

@@ -45,7 +45,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
   impl->pending_ = pending_;
   copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
                        allow_tensor_metadata_change);
-  impl->is_detached_view_ = is_detached_view_;
+  impl->origin_ = origin_;
   return impl;
 }
 
@@ -62,11 +62,24 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
 void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
   const auto* other = dynamic_cast<const DTensorImpl*>(impl.get());
   TESSERA_CHECK(other, "The data of a DTensor can only be set to that of another DTensor.");
-  copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
-  local_ = other->local_;
-  pending_ = other->pending_;
-  spec_ = other->spec_;
-  is_detached_view_ = other->is_detached_view_;
+  take(*other);
+}
+
+void DTensorImpl::take(const DTensorImpl& other) {
+  copy_tensor_metadata(&other, this, version_counter(), allow_tensor_metadata_change());
+  local_ = other.local_;
+  pending_ = other.pending_;
+  spec_ = other.spec_;
+  origin_ = other.origin_;
+}
+
+void DTensorImpl::write_through() const {
+  const DTensorImpl* view = this;
+  for (auto origin = origin_; origin; origin = view->origin_) {
+    const auto* base = static_cast<const DTensorImpl*>(origin->base.unsafeGetTensorImpl());
+    if (origin->write) origin->write(base->local(), view->local());
+    view = base;
+  }
 }
 
 at::Tensor make_dtensor(at::Tensor local, Spec spec) {

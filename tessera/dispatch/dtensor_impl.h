@@ -4,6 +4,7 @@
 #include <tessera/placement/spec.h>
 #include <tessera/redistribute/execute.h>
 
+#include <functional>
 #include <memory>
 
 #include <ATen/core/Tensor.h>
@@ -36,10 +37,20 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// Says that the local tensor is only a stand-in of the right shape until `pending` has come.
   void set_pending(std::shared_ptr<PendingTensor> pending) { pending_ = std::move(pending); }
 
-  /// Set on the result of a view operator that had to be a copy: it shares no memory with its base, so
-  /// writing into it would be lost. Our kernel refuses to.
-  bool is_detached_view() const { return is_detached_view_; }
-  void mark_detached_view() { is_detached_view_ = true; }
+  /// What a view is of, if writing into its local tensor does not write into its base.
+  struct Origin {
+    at::Tensor base;  // distributed
+    /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing if they
+    /// share their memory, but the base itself has an origin.
+    std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
+  };
+  const std::shared_ptr<const Origin>& origin() const { return origin_; }
+  void set_origin(std::shared_ptr<const Origin> origin) { origin_ = std::move(origin); }
+  /// After a write: writes it into what this is a view of, and what that is a view of.
+  void write_through() const;
+
+  /// Becomes what `other` is, but for its version: the same tensor in another shape.
+  void take(const DTensorImpl& other);
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
                                                          bool allow_tensor_metadata_change) const override;
@@ -59,7 +70,7 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   mutable at::Tensor local_;
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
-  bool is_detached_view_ = false;
+  std::shared_ptr<const Origin> origin_;
 };
 
 /// A distributed tensor of this rank's `local`. No checks, no autograd.

@@ -6,10 +6,12 @@
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/rules/choose.h>
 #include <tessera/rules/rule.h>
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,6 +41,7 @@ bool is_written(const c10::Argument& argument) {
 struct Argument {
   uint32_t position;  // among the arguments
   bool written;
+  bool in_list;
   bool moved = false;  // `local` does not share the tensor's memory
   at::Tensor tensor;   // the distributed one
   at::Tensor local;    // what the operator gets instead
@@ -52,6 +55,8 @@ struct Way {
   Plan plan;
   /// Where the part that is kept begins, if nothing else has to be done: then it is a view.
   std::optional<c10::DimVector> slice = {};
+  /// Of a tensor that is written: the way back.
+  std::optional<Plan> back = {};
 };
 
 /// How to carry out calls with one key.
@@ -60,7 +65,6 @@ struct Recipe {
   bool by_rule = false;       // else on replicas
   rules::Decision decision;   // by_rule
   std::vector<Way> ways;      // of each input
-  IValue local_sizes;         // what to put for decision.sizes_argument
   std::vector<Spec> outputs;  // of the last call, likely to be those of the next
 };
 
@@ -72,12 +76,26 @@ RecipeCache& cache() {
   // Looked up through a plain pointer: an object with a destructor would be asked each time whether it exists
   // yet.
   thread_local RecipeCache* known = nullptr;
+  thread_local uint64_t version = 0;
   if (!known) [[unlikely]] {
     thread_local RecipeCache instance(cache_capacity);
     known = &instance;
   }
+  if (version != rules::registry_version()) [[unlikely]] {
+    version = rules::registry_version();
+    known->clear();
+  }
   return *known;
 }
+
+Placements replicated(const DeviceMesh& mesh) { return Placements(mesh.ndim(), Replicate()); }
+
+/// What there is to know of an operator that depends on the rules there are.
+struct Resolved {
+  uint64_t version;
+  const rules::Rule* rule;  // or null
+  std::vector<bool> reads;  // by argument: whether the rule does
+};
 
 /// The kernel of one operator, and what is known of it beforehand.
 class Kernel final : public c10::OperatorKernel {
@@ -87,11 +105,16 @@ class Kernel final : public c10::OperatorKernel {
         name_(schema_.overload_name().empty() ? schema_.name()
                                               : schema_.name() + "." + schema_.overload_name()),
         is_random_(op.hasTag(at::Tag::nondeterministic_seeded)),
-        reshapes_in_place_((op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_") ||
-                           name_.starts_with("aten::resize") || name_.starts_with("aten::set_")),
-        // Replicas must get the same random numbers, so these are drawn once for all.
-        rule_(is_random_ ? nullptr : rules::find_rule(name_, op.hasTag(at::Tag::pointwise))) {
-    for (const c10::Argument& argument : schema_.arguments()) written_.push_back(is_written(argument));
+        is_pointwise_(op.hasTag(at::Tag::pointwise)),
+        reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
+        reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")) {
+    for (const c10::Argument& argument : schema_.arguments()) {
+      written_.push_back(is_written(argument));
+      has_holes_.push_back(argument.type()->kind() == c10::TypeKind::ListType &&
+                           argument.type()->expectRef<c10::ListType>().getElementType()->kind() ==
+                               c10::TypeKind::OptionalType);
+      has_out_ |= argument.is_out();
+    }
     for (const c10::Argument& result : schema_.returns()) {
       int64_t position = -1;
       for (const size_t i : c10::irange(schema_.arguments().size())) {
@@ -100,22 +123,107 @@ class Kernel final : public c10::OperatorKernel {
       }
       returned_argument_.push_back(position);
       is_view_.push_back(result.alias_info() && !is_written(result));
+      has_views_ |= is_view_.back();
     }
+    const std::lock_guard lock(all_mutex());
+    all().push_back(this);
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 
+  const std::string& name() const { return name_; }
+  uint64_t fallbacks() const { return fallbacks_; }
+
+  /// All kernels there are. Hold the mutex.
+  static std::vector<const Kernel*>& all() {
+    static auto& kernels = *new std::vector<const Kernel*>;
+    return kernels;
+  }
+  static std::mutex& all_mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+
  private:
   friend class OperatorCall;
+
+  const Resolved& resolved() const {
+    const Resolved* known = resolved_.load(std::memory_order_acquire);
+    if (known && known->version == rules::registry_version()) [[likely]]
+      return *known;
+    return resolve();
+  }
+
+  const Resolved& resolve() const {
+    const std::lock_guard lock(mutex_);
+    auto result = std::make_unique<Resolved>();
+    result->version = rules::registry_version();
+    // Replicas must get the same random numbers, so these are drawn once for all.
+    result->rule = is_random_ ? nullptr : rules::find_rule(name_, is_pointwise_);
+    for (const c10::Argument& argument : schema_.arguments()) {
+      result->reads.push_back(result->rule &&
+                              std::find(result->rule->reads.begin(), result->rule->reads.end(),
+                                        argument.name()) != result->rule->reads.end());
+    }
+    resolved_.store(result.get(), std::memory_order_release);
+    return *kept_.emplace_back(std::move(result));  // the one before may still be in use
+  }
+
+  /// The operator that returns new tensors instead of writing into arguments.
+  const c10::OperatorHandle* functional() const {
+    const std::lock_guard lock(mutex_);
+    if (!searched_functional_) functional_ = find_functional();
+    searched_functional_ = true;
+    return functional_ ? &*functional_ : nullptr;
+  }
+
+  std::optional<c10::OperatorHandle> find_functional() const {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    auto fits = [&](const c10::OperatorHandle& op) {
+      const auto& others = op.schema().arguments();
+      size_t next = 0;
+      for (const c10::Argument& argument : schema_.arguments()) {
+        if (argument.is_out()) continue;
+        if (next == others.size() || others[next].name() != argument.name() || is_written(others[next]) ||
+            *others[next].type() != *argument.type())
+          return false;
+        ++next;
+      }
+      return next == others.size() && op.schema().returns().size() == schema_.returns().size();
+    };
+    std::string base = schema_.name();
+    if (!has_out_) {
+      if (!base.ends_with('_')) return std::nullopt;
+      base.pop_back();
+    }
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (name.name != base) continue;
+      const auto op = dispatcher.findSchema(name);
+      if (op && fits(*op)) return op;
+    }
+    return std::nullopt;
+  }
+
   const c10::FunctionSchema& schema_;
   const std::string name_;
   const bool is_random_;
+  const bool is_pointwise_;
   const bool reshapes_in_place_;
-  const rules::Rule* const rule_;
-  std::vector<bool> written_;  // by argument
+  const bool reallocates_;
+  bool has_out_ = false;
+  bool has_views_ = false;
+  std::vector<bool> written_;    // by argument
+  std::vector<bool> has_holes_;  // by argument: a list of tensors that may be missing
   std::vector<int64_t>
       returned_argument_;      // by result: the argument that is written and returned as it, or -1
   std::vector<bool> is_view_;  // by result
+  mutable std::atomic<uint64_t> fallbacks_{0};
+
+  mutable std::atomic<const Resolved*> resolved_{nullptr};
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<const Resolved>> kept_;
+  mutable bool searched_functional_ = false;
+  mutable std::optional<c10::OperatorHandle> functional_;
 };
 
 /// One call of one operator on distributed tensors.
@@ -123,6 +231,7 @@ class OperatorCall {
  public:
   OperatorCall(const Kernel& kernel, const c10::OperatorHandle& op, Stack& stack)
       : kernel_(kernel),
+        resolved_(kernel.resolved()),
         op_(op),
         schema_(kernel.schema_),
         stack_(stack),
@@ -130,20 +239,38 @@ class OperatorCall {
 
   void run() {
     const at::AutoDispatchBelowADInplaceOrView below;
+    if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
+      return run_functional();
     collect();
-    if (const auto* known = cache().find(key_)) {
+    if (!with_dims_.empty()) [[unlikely]]
+      replicate_plain();
+    RecipeCache& recipes = cache();
+    if (const auto* known = recipes.find(key_)) {
       recipe_ = *known;
     } else {
       check();
       recipe_ = std::make_shared<Recipe>(make_recipe());
-      cache().insert(key_, recipe_);
+      recipes.insert(key_, recipe_);
     }
+    const rules::Decision& decision = recipe_->decision;
+    if (decision.decompose || decision.local.compute) [[unlikely]] {
+      if (decision.decompose || writes()) {
+        restore();
+        return writes() ? run_functional() : replace(decision.decompose);
+      }
+      if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
+        report("has to move data between ranks");
+    }
+    if (!recipe_->by_rule) kernel_.fallbacks_.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(arguments_.size())) place(arguments_[i], recipe_->ways[i]);
-    if (recipe_->decision.sizes_argument) argument(*recipe_->decision.sizes_argument) = recipe_->local_sizes;
+    if (kernel_.has_views_ && !(recipe_->by_rule && !decision.local.detached && !arguments_[0].moved))
+        [[unlikely]]
+      values_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+    for (const auto& [position, value] : decision.local.arguments) argument(position) = value;
     substitute();
-    op_.callBoxed(stack_);
-    for (Argument& argument : arguments_) {
-      if (argument.written) write_back(argument);
+    decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    for (const size_t i : c10::irange(arguments_.size())) {
+      if (arguments_[i].written) write_back(arguments_[i], recipe_->ways[i]);
     }
     wrap();
   }
@@ -151,8 +278,10 @@ class OperatorCall {
  private:
   IValue& argument(size_t position) { return stack_[first_ + position]; }
   const DeviceMesh& mesh() const { return arguments_[0].spec().mesh(); }
-  Placements replicated() const { return Placements(mesh().ndim(), Replicate()); }
   const std::string& name_of(size_t position) const { return schema_.arguments()[position].name(); }
+  bool writes() const {
+    return std::any_of(arguments_.begin(), arguments_.end(), [](const Argument& a) { return a.written; });
+  }
 
   // --- the pass over the arguments
   // -----------------------------------------------------------------------------------------
@@ -162,49 +291,37 @@ class OperatorCall {
 
   void collect() {
     key_.push_back(reinterpret_cast<uint64_t>(&kernel_));
-    const bool values_matter = kernel_.rule_ && kernel_.rule_->reads_arguments;
     const size_t count = schema_.arguments().size();
     for (const size_t i : c10::irange(count)) {
       IValue& value = argument(i);
       if (value.isTensor()) {
         const at::Tensor& tensor = value.toTensor();
         // A distributed one is taken from the stack, where a local one will be put in its place.
-        tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(i, std::move(value).toTensor())
+        tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(i, std::move(value).toTensor(), false)
                                                     : add_other(i, tensor);
       } else if (value.isTensorList()) {
-        has_lists_ = true;
         key_.push_back(kList);
         for (const at::Tensor& tensor : value.toTensorVector()) add(i, tensor);
-      } else if (is_optional_tensor_list(value)) {
-        has_lists_ = true;
+      } else if (kernel_.has_holes_[i]) {
         key_.push_back(kList);
-        for (const IValue& item : value.toListRef()) {
-          if (item.isTensor()) add(i, item.toTensor());
-        }
-      } else if (values_matter) {
+        for (const IValue& item : value.toListRef()) add(i, item.isTensor() ? item.toTensor() : at::Tensor());
+      } else if (resolved_.reads[i]) {
         add_value(value);
       }
     }
-    for (const auto& [position, tensor] : plain_) check_plain(position, tensor);
-  }
-
-  static bool is_optional_tensor_list(const IValue& value) {
-    return value.isList() &&
-           value.type()->expectRef<c10::ListType>().getElementType()->kind() == c10::TypeKind::OptionalType;
   }
 
   void add(size_t position, const at::Tensor& tensor) {
-    tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(position, tensor)
+    tensor.defined() && DTensorImpl::of(tensor) ? add_distributed(position, tensor, true)
                                                 : add_other(position, tensor);
   }
 
-  void add_distributed(size_t position, at::Tensor tensor) {
+  void add_distributed(size_t position, at::Tensor tensor, bool in_list) {
     const auto& impl = *static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
     key_.push_back(reinterpret_cast<uint64_t>(impl.spec().id()));
     const bool written = kernel_.written_[position];
-    if (written && impl.is_detached_view()) [[unlikely]]
-      refuse_detached_view(position, impl.spec());
-    arguments_.push_back({static_cast<uint32_t>(position), written, false, std::move(tensor), impl.local()});
+    arguments_.push_back(
+        {static_cast<uint32_t>(position), written, in_list, false, std::move(tensor), impl.local()});
   }
 
   void add_other(size_t position, const at::Tensor& tensor) {
@@ -212,51 +329,122 @@ class OperatorCall {
       key_.push_back(kUndefined);
       return;
     }
-    key_.push_back(kPlain | static_cast<uint64_t>(tensor.dim()) << 8 |
-                   static_cast<uint64_t>(tensor.scalar_type()) << 32);
-    plain_.emplace_back(position, tensor);
+    check_plain(position, tensor);
+    key_.push_back(kPlain | static_cast<uint64_t>(tensor.scalar_type()) << 32);
+    if (tensor.dim() > 0) with_dims_.push_back(position);
   }
 
   void add_value(const IValue& value) {
-    key_.push_back(kValue);
-    if (value.isNone()) return;
+    auto add = [&](uint64_t kind, uint64_t word) {
+      key_.push_back(kValue | kind << 8);
+      key_.push_back(word);
+    };
     if (value.isInt()) {
-      key_.push_back(static_cast<uint64_t>(value.toInt()));
-    } else if (value.isBool()) {
-      key_.push_back(value.toBool());
+      add(1, static_cast<uint64_t>(value.toInt()));
     } else if (value.isIntList()) {
       const auto items = value.toListRef();
-      key_.push_back(items.size());
+      add(2, items.size());
       for (const IValue& item : items) key_.push_back(static_cast<uint64_t>(item.toInt()));
+    } else if (value.isBool()) {
+      add(3, value.toBool());
+    } else if (value.isNone()) {
+      add(4, 0);
+    } else if (value.isDouble()) {
+      add(5, std::bit_cast<uint64_t>(value.toDouble()));
+    } else if (value.isComplexDouble()) {
+      add(6, std::bit_cast<uint64_t>(value.toComplexDouble().real()));
+      add(6, std::bit_cast<uint64_t>(value.toComplexDouble().imag()));
+    } else if (value.isString()) {
+      add(7, value.toStringRef().size());
+      for (const char letter : value.toStringRef()) key_.push_back(static_cast<uint64_t>(letter));
+    } else if (value.isDevice()) {
+      add(8, static_cast<uint64_t>(value.toDevice().type()) << 8 |
+                 static_cast<uint8_t>(value.toDevice().index()));
+    } else {
+      TESSERA_CHECK(value.isList(), kernel_.name_, ": its sharding rule reads an argument of type ",
+                    value.type()->str(), ", which cannot be part of a key.");
+      const auto items = value.toListRef();
+      add(9, items.size());
+      for (const IValue& item : items) add_value(item);
+    }
+  }
+
+  /// Puts the distributed tensors back where they were taken from.
+  void restore() {
+    for (Argument& each : arguments_) {
+      if (!each.in_list) argument(each.position) = each.tensor;
+    }
+  }
+
+  /// Plain tensors with dims that are the same everywhere become distributed ones, which are replicated.
+  void replicate_plain() {
+    TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
+                  ": was dispatched to Tessera without a distributed tensor.");
+    restore();
+    const DeviceMesh mesh = this->mesh();
+    auto distributed = [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || DTensorImpl::of(tensor) || tensor.dim() == 0) return tensor;
+      return make_dtensor(
+          tensor, Spec(mesh, replicated(mesh), tensor.sizes(), tensor.strides(), tensor.scalar_type()));
+    };
+    for (const size_t position : with_dims_) {
+      IValue& value = argument(position);
+      if (value.isTensor()) {
+        value = distributed(value.toTensor());
+      } else {
+        replace_items(value, distributed);
+      }
+    }
+    with_dims_.clear();
+    arguments_.clear();
+    key_.clear();
+    collect();
+  }
+
+  /// Makes the list of tensors, which may have holes, a new one with each replaced.
+  template <class Replace>
+  static void replace_items(IValue& value, const Replace& replacement) {
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> tensors = value.toTensorVector();
+      for (at::Tensor& tensor : tensors) tensor = replacement(tensor);
+      value = std::move(tensors);
+    } else {
+      c10::List<std::optional<at::Tensor>> tensors;
+      for (const IValue& item : value.toListRef()) {
+        tensors.push_back(item.isTensor() ? std::optional(replacement(item.toTensor())) : std::nullopt);
+      }
+      value = std::move(tensors);
     }
   }
 
   /// What the specs alone tell, so that it is known to be right for all calls with this key.
   void check() const {
-    TESSERA_CHECK(!kernel_.reshapes_in_place_, kernel_.name_,
+    TESSERA_CHECK(!kernel_.reshapes_in_place_ && !kernel_.reallocates_, kernel_.name_,
                   ": the shape of a distributed tensor cannot be changed in place. Use "
-                  "the operator that returns a new tensor, as in x = x.squeeze(0).");
+                  "the operator that returns a new tensor, as in x = x.reshape(sizes).");
     TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
                   ": was dispatched to Tessera without a distributed tensor.");
+    const bool any_mesh = resolved_.rule && resolved_.rule->itemwise;
     for (const Argument& argument : arguments_) {
       const DeviceMesh& other = argument.spec().mesh();
-      TESSERA_CHECK_VALUE(other == mesh(), kernel_.name_, ": argument '", name_of(argument.position),
-                          "' is on ", other, " of ranks ", c10::IntArrayRef(other.ranks()), ", but '",
-                          name_of(arguments_[0].position), "' is on ", mesh(), " of ranks ",
-                          c10::IntArrayRef(mesh().ranks()),
+      TESSERA_CHECK_VALUE(any_mesh || other == mesh(), kernel_.name_, ": argument '",
+                          name_of(argument.position), "' is on ", other, " of ranks ",
+                          c10::IntArrayRef(other.ranks()), ", but '", name_of(arguments_[0].position),
+                          "' is on ", mesh(), " of ranks ", c10::IntArrayRef(mesh().ranks()),
                           ". All distributed tensors of an operator must be on the same mesh: gather one "
                           "with full_tensor() and "
                           "distribute it anew.");
+      TESSERA_CHECK(other.is_member(), kernel_.name_, ": rank ", other.get_rank(), " is not in ", other,
+                    " of ranks ", c10::IntArrayRef(other.ranks()),
+                    ", so it cannot compute on tensors there; ask mesh.is_member() first.");
     }
-    TESSERA_CHECK(mesh().is_member(), kernel_.name_, ": rank ", mesh().get_rank(), " is not in ", mesh(),
-                  " of ranks ", c10::IntArrayRef(mesh().ranks()),
-                  ", so it cannot compute on tensors there; ask mesh.is_member() first.");
   }
 
   void check_plain(size_t position, const at::Tensor& tensor) const {
-    TESSERA_CHECK_VALUE(!kernel_.written_[position] && may_be_plain(tensor), kernel_.name_, ": argument '",
-                        name_of(position), "' is a plain tensor of shape ", tensor.sizes(),
-                        " among distributed ones",
+    if (!kernel_.written_[position] && may_be_plain(tensor)) [[likely]]
+      return;
+    TESSERA_CHECK_VALUE(false, kernel_.name_, ": argument '", name_of(position),
+                        "' is a plain tensor of shape ", tensor.sizes(), " among distributed ones",
                         arguments_.empty() ? "" : c10::str(" (", arguments_[0].spec(), ")"),
                         ". Distribute it with distribute_tensor or DTensor::from_local, or, if it is only "
                         "read and the same on "
@@ -269,37 +457,26 @@ class OperatorCall {
     return tensor.dim() == 0 || implicit_replication() || torch::autograd::get_current_graph_task_id() != -1;
   }
 
-  [[noreturn]] void refuse_detached_view(size_t position, const Spec& spec) const {
-    throw c10::Error(
-        c10::str(
-            kernel_.name_, ": argument '", name_of(position),
-            "' is a view that could not share the memory of its base, as it takes communication to make (",
-            spec, "). Writing into it would be lost. Write into the base, or into a clone() of the view."),
-        /*backtrace=*/nullptr);
-  }
-
   // --- what to do
   // ----------------------------------------------------------------------------------------------------------
 
-  Recipe make_recipe() const {
+  Recipe make_recipe() {
     Recipe recipe;
     for (const Argument& argument : arguments_) recipe.inputs.push_back(argument.spec());
     if (auto decision = decide()) {
       recipe.by_rule = true;
       recipe.decision = *std::move(decision);
+      if (recipe.decision.decompose) return recipe;
     }
+    const rules::Decision& decision = recipe.decision;
     for (const size_t i : c10::irange(arguments_.size())) {
       const Spec& from = recipe.inputs[i];
-      const Spec to = recipe.by_rule ? from.with_placements(recipe.decision.inputs[i], recipe.decision.order)
-                                     : from.with_placements(replicated());
-      recipe.ways.push_back(way(from, to));
-    }
-    if (recipe.by_rule && recipe.decision.sizes_argument) {
-      const rules::Decision& decision = recipe.decision;
-      recipe.local_sizes = Spec(mesh(), decision.output, decision.output_shape, std::nullopt,
-                                recipe.inputs[0].dtype(), decision.order)
-                               .local_shape()
-                               .vec();
+      recipe.ways.push_back(
+          way(from, recipe.by_rule ? decision.inputs[i] : from.with_placements(replicated(from.mesh()))));
+      if (!arguments_[i].written) continue;
+      const Spec written =
+          recipe.by_rule ? decision.written[i] : from.with_placements(replicated(from.mesh()));
+      if (written != from) recipe.ways[i].back = plan(written, from);
     }
     return recipe;
   }
@@ -322,18 +499,26 @@ class OperatorCall {
     return result;
   }
 
-  std::optional<rules::Decision> decide() const {
-    const bool plain_is_scalar =
-        std::all_of(plain_.begin(), plain_.end(), [](const auto& plain) { return plain.second.dim() == 0; });
-    if (!kernel_.rule_ || has_lists_ || !plain_is_scalar) return std::nullopt;
+  std::optional<rules::Decision> decide() {
+    if (!resolved_.rule) return std::nullopt;
     rules::Call call;
-    for (const size_t i : c10::irange(arguments_.size())) {
-      call.tensors.push_back(arguments_[i].spec());
-      if (arguments_[i].written) call.written = i;
+    call.schema = &schema_;
+    std::vector<int64_t> returned;
+    for (const Argument& argument : arguments_) {
+      call.tensors.push_back(argument.spec());
+      call.positions.push_back(argument.position);
+      call.written.push_back(argument.written);
+      const auto& results = kernel_.returned_argument_;
+      const auto found = std::find(results.begin(), results.end(), static_cast<int64_t>(argument.position));
+      returned.push_back(found == results.end() || argument.in_list ? -1 : found - results.begin());
     }
-    call.has_plain = !plain_.empty();
     call.arguments = c10::ArrayRef<IValue>(stack_.data() + first_, schema_.arguments().size());
-    return kernel_.rule_->decide(call);
+    call.readable = &resolved_.rule->reads;
+    auto decision = rules::choose(*resolved_.rule, call, returned);
+    // To compute otherwise and to write the result needs an operator that returns it.
+    if (decision && (decision->decompose || decision->local.compute) && writes() && !kernel_.functional())
+      return std::nullopt;
+    return decision;
   }
 
   // --- doing it
@@ -341,8 +526,10 @@ class OperatorCall {
 
   void place(Argument& argument, const Way& way) {
     if (way.plan.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates())
-      report(argument, way.plan);
+    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates()) {
+      report(c10::str("argument '", name_of(argument.position), "' has to be redistributed from ",
+                      way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements())));
+    }
     argument.local = way.slice ? sliced(argument.local, way) : execute(way.plan, argument.local);
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
@@ -356,10 +543,9 @@ class OperatorCall {
     return local.as_strided(way.plan.to.local_shape(), local.strides(), offset);
   }
 
-  void report(const Argument& argument, const Plan& way) const {
+  void report(const std::string& problem) const {
     const std::string what =
-        c10::str(kernel_.name_, ": argument '", name_of(argument.position), "' has to be redistributed from ",
-                 way.from, " to ", c10::ArrayRef<Placement>(way.to.placements()),
+        c10::str(kernel_.name_, ": ", problem,
                  ". Do it with redistribute() before the call, or choose placements that need none.");
     TESSERA_CHECK(implicit_communication() != ImplicitCommunication::forbidden, what);
     TORCH_WARN(what);
@@ -380,29 +566,68 @@ class OperatorCall {
       IValue& value = argument(i);
       if (value.isNone()) {
         value = take();
-      } else if (value.isTensorList()) {
-        std::vector<at::Tensor> tensors = value.toTensorVector();
-        for (at::Tensor& tensor : tensors) tensor = local(tensor);
-        value = std::move(tensors);
       } else {
-        c10::List<std::optional<at::Tensor>> tensors;
-        for (const IValue& item : value.toListRef()) {
-          tensors.push_back(item.isTensor() ? std::optional(local(item.toTensor())) : std::nullopt);
-        }
-        value = std::move(tensors);
+        replace_items(value, local);
       }
     }
   }
 
-  void write_back(Argument& argument) {
+  /// Puts what the function makes of the arguments in their place.
+  void replace(const rules::Function& function) {
+    const auto begin = stack_.begin() + static_cast<std::ptrdiff_t>(first_);
+    Stack arguments(std::make_move_iterator(begin), std::make_move_iterator(stack_.end()));
+    stack_.erase(begin, stack_.end());
+    for (IValue& result : function(op_, std::move(arguments))) stack_.push_back(std::move(result));
+  }
+
+  /// By the operator that returns new tensors, whose results are then written into the arguments.
+  void run_functional() {
+    TESSERA_CHECK(!kernel_.reallocates_, kernel_.name_,
+                  ": the memory of a distributed tensor cannot be changed in place.");
+    const c10::OperatorHandle& functional = *kernel_.functional();
+    Stack inputs;
+    for (const size_t i : c10::irange(schema_.arguments().size())) {
+      if (!schema_.arguments()[i].is_out()) inputs.push_back(argument(i));
+    }
+    functional.callBoxed(inputs);
+    Stack results;
+    for (const size_t i : c10::irange(schema_.returns().size())) {
+      results.push_back(argument(kernel_.returned_argument_[i]));
+      put(inputs[i].toTensor(), results.back().toTensor(), kernel_.returned_argument_[i]);
+    }
+    stack_.erase(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+    for (IValue& result : results) stack_.push_back(std::move(result));
+  }
+
+  void put(const at::Tensor& result, const at::Tensor& target, size_t position) const {
+    DTensorImpl* impl = DTensorImpl::of(target);
+    if (kernel_.reshapes_in_place_) {
+      impl->take(*DTensorImpl::of(result));
+      return;
+    }
+    TESSERA_CHECK_VALUE(
+        impl, kernel_.name_, ": argument '", name_of(position),
+        "' is a plain tensor, but is to be written with a distributed one. Give it a distributed "
+        "tensor.");
+    TESSERA_CHECK(result.sizes() == target.sizes(), kernel_.name_, ": would change the shape of '",
+                  name_of(position), "' from ", target.sizes(), " to ", result.sizes(),
+                  ", which a distributed tensor cannot do in place.");
+    TESSERA_CHECK(at::canCast(result.scalar_type(), target.scalar_type()), kernel_.name_,
+                  ": its result is of type ", result.scalar_type(), ", which cannot be written into '",
+                  name_of(position), "' of type ", target.scalar_type(), ".");
+    target.copy_(result);
+  }
+
+  void write_back(Argument& argument, const Way& way) {
     const Spec& spec = argument.spec();
-    const c10::IntArrayRef shape = argument.moved ? spec.shape() : spec.local_shape();
+    const c10::IntArrayRef shape = way.back ? way.back->from.local_shape() : spec.local_shape();
     TESSERA_CHECK(argument.local.sizes() == shape, kernel_.name_, ": would change the shape of '",
                   name_of(argument.position), "' from ", shape, " to ", argument.local.sizes(),
                   ", which a distributed tensor cannot do in place.");
     if (kernel_.is_random_) same_on_all_ranks(argument.local);
-    if (!argument.moved) return;
-    argument.impl().local().copy_(execute(plan(spec.with_placements(replicated()), spec), argument.local));
+    if (way.back) argument.impl().local().copy_(execute(*way.back, argument.local));
+    if (argument.impl().origin()) [[unlikely]]
+      argument.impl().write_through();
   }
 
   /// Random numbers drawn on each rank would differ: those of the first rank count.
@@ -422,11 +647,10 @@ class OperatorCall {
     for (const size_t i : c10::irange(count)) {
       IValue& value = stack_[first + i];
       const int64_t returned = kernel_.returned_argument_[i];
-      const auto argument =
-          std::find_if(arguments_.begin(), arguments_.end(),
-                       [&](const Argument& candidate) { return candidate.position == returned; });
-      if (argument != arguments_.end()) {
-        value = argument->tensor;
+      if (returned >= 0 && !value.isTensorList()) {
+        value = std::lower_bound(arguments_.begin(), arguments_.end(), returned,
+                                 [](const Argument& a, int64_t p) { return a.position < p; })
+                    ->tensor;
       } else if (value.isTensor()) {
         value = wrapped(std::move(value).toTensor(), i);
       } else if (value.isTensorList()) {
@@ -438,56 +662,97 @@ class OperatorCall {
   }
 
   at::Tensor wrapped(at::Tensor local, size_t index) {
+    const size_t number = next_output_++;
     if (!local.defined()) return local;
     if (kernel_.is_random_) same_on_all_ranks(local);
-    const Spec& spec = output_spec(local);
-    const bool is_detached = kernel_.is_view_[index] && !shares_memory(local);
+    const Spec& spec = output_spec(local, number);
     at::Tensor result = make_dtensor(std::move(local), spec);
-    if (is_detached) DTensorImpl::of(result)->mark_detached_view();
+    if (kernel_.is_view_[index]) set_origin(result, number);
     return result;
   }
 
-  const Spec& output_spec(const at::Tensor& local) {
-    const size_t number = next_output_++;
+  const Spec& output_spec(const at::Tensor& local, size_t number) {
     auto& known = recipe_->outputs;
-    if (number < known.size() && known[number].dtype() == local.scalar_type() &&
+    if (number < known.size() && known[number] && known[number].dtype() == local.scalar_type() &&
         known[number].local_shape() == local.sizes() &&
         (recipe_->by_rule || known[number].strides() == local.strides())) {
       return known[number];
     }
     if (number >= known.size()) known.resize(number + 1);
-    return known[number] = make_output_spec(local);
+    return known[number] = make_output_spec(local, number);
   }
 
-  Spec make_output_spec(const at::Tensor& local) const {
-    if (!recipe_->by_rule)
-      return Spec(mesh(), replicated(), local.sizes(), local.strides(), local.scalar_type());
-    const rules::Decision& decision = recipe_->decision;
+  Spec make_output_spec(const at::Tensor& local, size_t number) const {
+    if (!recipe_->by_rule) {
+      // Strides of replicas may be those of one rank only where nothing was ever decided by them.
+      return Spec(mesh(), replicated(mesh()), local.sizes(), local.strides(), local.scalar_type());
+    }
+    const auto& outputs = recipe_->decision.outputs;
+    TESSERA_CHECK(number < outputs.size() || outputs.size() == 1, kernel_.name_,
+                  ": its sharding rule tells of ", outputs.size(), " results, but there is a number ", number,
+                  ".");
+    const rules::Decision::Output& output = outputs[outputs.size() == 1 ? 0 : number];
+    std::vector<int64_t> shape = output.result.shape;
+    shape.resize(local.dim(), rules::kLocal);
+    for (const size_t dim : c10::irange(shape.size())) {
+      if (shape[dim] == rules::kLocal) shape[dim] = local.size(static_cast<int64_t>(dim));
+    }
     c10::OptionalIntArrayRef strides;
-    if (!decision.output_strides.empty()) strides = decision.output_strides;
-    Spec spec(mesh(), decision.output, decision.output_shape, strides, local.scalar_type(), decision.order);
+    if (!output.result.strides.empty()) strides = output.result.strides;
+    Spec spec(output.mesh, output.placements, shape, strides, local.scalar_type(), output.order);
     TESSERA_CHECK(spec.local_shape() == local.sizes(), kernel_.name_, ": its sharding rule is wrong: rank ",
                   mesh().get_rank(), " got ", local.sizes(), " where the rule says ", spec,
                   ". This is a fault of Tessera; please report it.");
     return spec;
   }
 
-  bool shares_memory(const at::Tensor& local) const {
-    return std::any_of(arguments_.begin(), arguments_.end(), [&](const Argument& argument) {
-      return !argument.moved && local.is_alias_of(argument.impl().local());
-    });
+  /// Remembers what a view is of, if writing into it does not write into its base.
+  void set_origin(const at::Tensor& view, size_t number) {
+    const Argument& base = arguments_[0];
+    const rules::Local& local = recipe_->decision.local;
+    const bool shares = recipe_->by_rule && !local.detached && !base.moved;
+    if (shares && !base.impl().origin()) [[likely]]
+      return;
+    DTensorImpl::Origin origin{base.tensor, {}};
+    if (!shares) origin.write = local.write_back && !base.moved ? local.write_back : replay(number);
+    DTensorImpl::of(view)->set_origin(std::make_shared<const DTensorImpl::Origin>(std::move(origin)));
+  }
+
+  /// Makes the view of the whole base again, on every rank, and writes there.
+  std::function<void(const at::Tensor&, const at::Tensor&)> replay(size_t number) {
+    Spec of_base = arguments_[0].spec(), of_view = recipe_->outputs[number];
+    return [op = op_, arguments = values_, of_base, of_view, number](const at::Tensor& base,
+                                                                     const at::Tensor& view) mutable {
+      const Spec whole_base = of_base.with_placements(replicated(of_base.mesh()));
+      const Spec whole_view = of_view.with_placements(replicated(of_view.mesh()));
+      const at::Tensor whole = at::empty_strided(of_base.shape(), of_base.strides(), base.options());
+      whole.copy_(execute(plan(of_base, whole_base), base));
+      Stack stack = arguments;
+      stack[0] = whole;
+      op.callBoxed(stack);
+      std::vector<at::Tensor> views;
+      for (const IValue& result : stack) {
+        if (result.isTensor()) views.push_back(result.toTensor());
+        if (result.isTensorList()) {
+          for (const at::Tensor& each : result.toTensorVector()) views.push_back(each);
+        }
+      }
+      views[number].copy_(execute(plan(of_view, whole_view), view));
+      base.copy_(execute(plan(whole_base, of_base), whole));
+    };
   }
 
   const Kernel& kernel_;
+  const Resolved& resolved_;
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   Stack& stack_;
   const size_t first_;
   CacheKey key_;
   c10::SmallVector<Argument, 4> arguments_;
-  c10::SmallVector<std::pair<size_t, at::Tensor>, 1> plain_;
-  bool has_lists_ = false;
+  c10::SmallVector<size_t, 1> with_dims_;  // positions of plain tensors that have dims
   std::shared_ptr<Recipe> recipe_;
+  Stack values_;  // the arguments of a view that is to be made again
   size_t next_output_ = 0;
 };
 
@@ -518,6 +783,12 @@ at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t di
                     : zeros.scatter(dim, indices, grad);
 }
 
+/// Likewise.
+at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& indices,
+                              int64_t dim) {
+  return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
+}
+
 /// At load: a kernel for every operator that does not decompose by itself, and for all that other libraries
 /// add later. (A fallback alone is not enough: libtorch's composite kernels would be preferred to it.)
 class Registration {
@@ -540,6 +811,7 @@ class Registration {
     // Operators of other libraries that say nothing of autograd: as libtorch does for the backends it knows.
     all_.fallback(torch::autograd::basicAutogradNotImplementedFallback());
     aten_.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+    aten_.impl("cummaxmin_backward", cummaxmin_backward);
   }
 
  private:
@@ -553,6 +825,15 @@ class Registration {
 [[maybe_unused]] const Registration& registration = *new Registration;
 
 }  // namespace
+
+std::map<std::string, uint64_t> fallback_counts() {
+  const std::lock_guard lock(Kernel::all_mutex());
+  std::map<std::string, uint64_t> counts;
+  for (const Kernel* kernel : Kernel::all()) {
+    if (kernel->fallbacks() > 0) counts[kernel->name()] = kernel->fallbacks();
+  }
+  return counts;
+}
 
 CacheStatistics dispatch_cache_statistics() { return cache().statistics(); }
 

@@ -3,78 +3,146 @@
 #include <tessera/export.h>
 #include <tessera/placement/spec.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/stack.h>
-#include <c10/util/SmallVector.h>
 
-/// Sharding rules: how the tensors of an operator must be placed so that each rank can compute its part
-/// alone, and how the results are placed then. Pure metadata: no ranks, no data.
+/// Sharding rules: how the tensors of an operator may be placed so that each rank can compute its part alone,
+/// and how the results are placed then. Rules speak of one mesh dim at a time; that everything may be
+/// replicated goes without saying.
 ///
-/// A rule speaks of one mesh dim at a time, in letters. Each tensor dim has a letter; dims that must be cut
-/// alike have the same one:
-///
-///   mm       "mk", "kn" -> "mn"     cut m: [S(0), R] -> S(0)     cut n: [R, S(1)] -> S(1)     cut k: [S(1),
-///   S(0)] -> P(sum) add      "ab", "b"  -> "ab"     cut a: [S(0), R] -> S(0)     cut b: [S(1), S(0)] -> S(1)
-///   sum(1)   "ab"       -> "a"      cut a: S(0) -> S(0)          cut b: S(1) -> P(sum)
-///
-/// and everything may be replicated. The cheapest is chosen for each mesh dim, given what the tensors are.
+/// A rule is found by the operator's name ("aten::sum.dim_IntList"). In-place operators have that of the one
+/// that returns a new tensor.
 namespace tessera::rules {
 
-/// A letter for each dim of a tensor; kFree for one that cannot be cut (of size 1 where others are larger).
-using Letters = c10::SmallVector<char, 6>;
-inline constexpr char kFree = '\0';
+using Stack = torch::jit::Stack;
 
-struct Einsum {
-  std::vector<Letters> inputs;  // as many as the operator has distributed tensors
-  Letters output;
-  /// Sums may stay partial in: none of the inputs, all of them at once (add), or any one of them with the
-  /// others replicated (multiplication).
-  enum class Linear { none, jointly, each } linear = Linear::none;
+/// What one call of an operator is about: pure metadata.
+struct TESSERA_API Call {
+  const c10::FunctionSchema* schema = nullptr;
+  /// The distributed tensors, in order, those in lists too. Plain tensors with dims are replicated ones;
+  /// plain tensors without dims are numbers and not among these.
+  std::vector<Spec> tensors = {};
+  std::vector<uint32_t> positions = {};       // of each, among the arguments; ascending
+  std::vector<bool> written = {};             // which are written in place
+  c10::ArrayRef<c10::IValue> arguments = {};  // all; tensors among them may be missing
+  /// The names of the arguments that may be asked for; null: all.
+  const std::vector<std::string>* readable = nullptr;
+
+  /// The position of an argument, or nothing if the operator has none of that name.
+  std::optional<size_t> position(std::string_view name) const;
+  /// The tensor given for an argument: its number in `tensors`. Nothing if it was left out, or is a number.
+  std::optional<size_t> tensor(std::string_view name) const;
+
+  /// Whether the operator has that argument and it was not left out.
+  bool has(std::string_view name) const;
+  /// Values of arguments that are not tensors. Throws unless the rule says that it reads them: those it reads
+  /// are part of what recipes are kept by.
+  const c10::IValue& value(std::string_view name) const;
+  int64_t integer(std::string_view name) const { return value(name).toInt(); }
+  bool flag(std::string_view name) const { return value(name).toBool(); }
+  /// Left out: none.
+  std::vector<int64_t> integers(std::string_view name) const;
 };
 
-/// What one call of an operator is about.
-struct Call {
-  std::vector<Spec> tensors;             // the distributed ones, in order
-  bool has_plain = false;                // besides them there are plain tensors, of 0 dims
-  std::optional<size_t> written;         // the tensor that is written in place: its placements must stay
-  c10::ArrayRef<c10::IValue> arguments;  // all of them
-  std::vector<int64_t> output_shape;     // found by the rule
-  std::vector<int64_t> output_strides;   // likewise; empty: contiguous
+/// One valid way on one mesh dim.
+struct Row {
+  Placements inputs;   // of each of the call's tensors
+  Placements outputs;  // of each result; one alone is meant for all
+  /// If not 0: all cuts of the dims concerned together must make a number of parts that divides this.
+  int64_t divisor = 0;
+  /// Each rank must hold one range of what is cut: no strided shards.
+  bool ranges = false;
+  bool operator==(const Row&) const = default;
 };
 
-/// How to carry out a call.
-struct Decision {
-  std::vector<Placements> inputs;  // of each tensor
-  Placements output;
-  std::vector<int64_t> output_shape;
-  /// Empty: contiguous. They follow from the inputs' global strides alone, never from what one rank holds:
-  /// formulas of autograd choose by strides, and all ranks must choose alike.
-  std::vector<int64_t> output_strides;
-  /// The order of cuts, if one of the tensors has a special one that all keep.
-  ShardOrder order;
-  /// The position of a list of sizes among the arguments that each rank must replace by its own.
-  std::optional<size_t> sizes_argument;
+/// What a rule can say of a result. Sizes of dims that are never cut may be kLocal: as what a rank computes
+/// has it. Without strides: contiguous. They follow from the inputs' global strides alone, never from what
+/// one rank holds: formulas of autograd choose by strides, and all ranks must choose alike.
+inline constexpr int64_t kLocal = -1;
+struct Result {
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides = {};
 };
 
-/// What an operator does with its tensors, dim by dim.
+/// What was chosen.
+struct Chosen {
+  std::vector<Spec> inputs;
+  std::vector<Spec> outputs;  // undefined where the shape was not known; dtype: of the first input
+};
+
+/// From all arguments of an operator to all its results.
+using Function = std::function<Stack(const c10::OperatorHandle& op, Stack arguments)>;
+
+/// How a rank computes its part.
+struct Local {
+  /// Arguments, by position, that it replaces by its own values.
+  std::vector<std::pair<size_t, c10::IValue>> arguments = {};
+  /// Instead of the operator itself, on local tensors. May communicate, and must say so then.
+  Function compute = {};
+  bool communicates = false;
+  /// Results of a view operator do not share the memory of its input.
+  bool detached = false;
+  /// Of these: writes what a rank holds of the view into what it holds of the input. Called by all ranks.
+  /// Without it all is gathered for that.
+  std::function<void(const at::Tensor& base, const at::Tensor& view)> write_back = {};
+};
+
+/// What a rule says of a call.
+struct Proposal {
+  std::vector<Row> rows;
+  /// Without any, what rows say of cuts must tell the shapes: a cut dim is as large as that of the input cut
+  /// in the same row, others are as what a rank computes has them.
+  std::vector<Result> results = {};
+  /// How a rank computes its part, if not by the operator with the same arguments. Called once for a recipe.
+  std::function<Local(const Chosen&)> localize = {};
+  /// Instead of all that: computed by other operators on the distributed tensors themselves.
+  Function decompose = {};
+};
+
 struct Rule {
-  /// The decision for a call, or nothing if the rule does not apply to it.
-  std::function<std::optional<Decision>(Call&)> decide;
-  /// Whether it looks at arguments that are not tensors. Decisions of others are good for all values of
-  /// those.
-  bool reads_arguments = false;
+  /// One line for people: "mk,kn->mn".
+  std::string text;
+  /// What it proposes for a call; nothing if it does not apply to it.
+  std::function<std::optional<Proposal>(const Call&)> propose;
+  /// The arguments besides tensors that it looks at.
+  std::vector<std::string> reads = {};
+  /// The operator works on lists, item by item: the rule is for what each item is about.
+  bool itemwise = false;
 };
 
-/// The rule of an operator ("aten::sum.dim_IntList"), or null if it has none. `is_pointwise`: libtorch says
-/// that each element of the result depends on the corresponding elements of the inputs only.
-TESSERA_API const Rule* find_rule(const std::string& name, bool is_pointwise);
+/// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:
+/// libtorch says that each element of the result depends on the corresponding elements of the inputs only.
+TESSERA_API const Rule* find_rule(const std::string& op, bool is_pointwise);
 
-/// The cheapest way for an einsum, mesh dim by mesh dim.
-TESSERA_API std::optional<Decision> decide(const Einsum& einsum, const Call& call);
+/// Adds or replaces the rule of an operator, which may be another library's. For calls from now on, on all
+/// threads; all ranks must do so alike.
+///
+///   register_sharding("mine::scale_rows(Tensor x, Tensor factors) -> Tensor" is cut along rows:
+///   register_sharding("mine::scale_rows", {"ij,i->ij", rows_of("ij,i->ij")});
+///   register_sharding("mine::scale_rows", explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
+TESSERA_API void register_sharding(const std::string& op, Rule rule);
+
+/// A rule that always proposes these rows.
+TESSERA_API Rule explicit_rows(std::vector<Row> rows);
+
+namespace detail {
+TESSERA_API extern std::atomic<uint64_t> registry_version;
+}
+/// Changes whenever a rule is registered.
+inline uint64_t registry_version() { return detail::registry_version.load(std::memory_order_relaxed); }
+
+/// All operators with a rule of their own, in order of their names.
+TESSERA_API std::vector<std::pair<std::string, const Rule*>> all_rules();
 
 }  // namespace tessera::rules

@@ -1,0 +1,126 @@
+"""What each process of test_processes.py runs."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed import tensor as reference
+from torch.distributed.device_mesh import init_device_mesh as reference_mesh
+
+import tessera
+from ranks import assert_whole, placements_of, values
+from tessera import DTensor, Partial, Replicate, Shard
+
+
+def tensors():
+    dist.init_process_group("gloo")
+    mesh = tessera.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    assert mesh.get_group("dp") is dist.group.WORLD
+    whole = values(5, 3)
+    for source in placements_of(whole, mesh):
+        x = tessera.distribute_tensor(whole, mesh, source)
+        for target in placements_of(whole, mesh):
+            assert_whole(x.redistribute(placements=target), whole)
+    x = tessera.distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    (x @ x.T).relu().sum().backward()
+    plain = whole.requires_grad_()
+    (plain @ plain.T).relu().sum().backward()
+    assert_whole(x.grad, plain.grad)
+    assert torch.equal(x[4].full_tensor(), plain[4])
+    # A world that is made anew is noticed.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    again = tessera.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    assert_whole(tessera.distribute_tensor(whole.detach(), again, [Shard(0)]), whole.detach())
+
+
+def training():
+    dist.init_process_group("gloo")
+    mesh = tessera.init_device_mesh("cpu", (dist.get_world_size(),))
+    model, plain = (torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)) for _ in range(2))
+    with torch.no_grad():
+        for number, parameter in enumerate(plain.parameters()):
+            parameter.copy_(values(*parameter.shape, seed=number))
+    model.load_state_dict(plain.state_dict())
+    for index, placement in ((0, Shard(0)), (2, Shard(1))):
+        layer = model[index]
+        bias = placement if index == 0 else Replicate()
+        layer.weight = torch.nn.Parameter(tessera.distribute_tensor(layer.weight.data, mesh, [placement]))
+        layer.bias = torch.nn.Parameter(tessera.distribute_tensor(layer.bias.data, mesh, [bias]))
+    data = values(7, 6)
+    for network, inputs in ((model, tessera.distribute_tensor(data, mesh)), (plain, data)):
+        optimiser = torch.optim.AdamW(network.parameters(), lr=0.01)
+        for _ in range(10):
+            optimiser.zero_grad()
+            network(inputs).pow(2).mean().backward()
+            optimiser.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert_whole(ours.detach(), theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+def bridge():
+    dist.init_process_group("gloo")
+    world_size = dist.get_world_size()
+    theirs_mesh = reference_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
+    whole = values(5, 3)
+    for theirs_placements, ours_placements in (
+        ([reference.Shard(0), reference.Replicate()], (Shard(0), Replicate())),
+        ([reference.Replicate(), reference.Shard(1)], (Replicate(), Shard(1))),
+        ([reference.Partial(), reference.Replicate()], (Partial(), Replicate())),
+    ):
+        theirs = reference.distribute_tensor(whole, theirs_mesh, theirs_placements)
+        ours = tessera.from_torch(theirs)
+        assert isinstance(ours, DTensor) and not isinstance(ours, reference.DTensor)
+        assert ours.placements == ours_placements and ours.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert ours.to_local().data_ptr() == theirs.to_local().data_ptr()
+        assert_whole(ours, whole)
+        back = tessera.to_torch(ours)
+        assert isinstance(back, reference.DTensor) and not isinstance(back, DTensor)
+        assert list(back.placements) == theirs_placements and back.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert back.to_local().data_ptr() == theirs.to_local().data_ptr()
+        torch.testing.assert_close(back.full_tensor(), whole)
+    # Gradients flow through, both ways.
+    theirs = reference.distribute_tensor(whole, theirs_mesh, [reference.Shard(0), reference.Replicate()]).requires_grad_()
+    (tessera.to_torch(tessera.from_torch(theirs) * 3) * 2).sum().backward()
+    torch.testing.assert_close(theirs.grad.full_tensor(), torch.full((5, 3), 6.0))
+    # Placements and meshes of theirs are understood where ours are.
+    x = tessera.distribute_tensor(whole, theirs_mesh, [reference.Shard(1), reference.Replicate()])
+    assert x.placements == (Shard(1), Replicate())
+    assert_whole(x, whole)
+    assert theirs.placements == (reference.Shard(0), reference.Replicate())  # their own attributes stay theirs
+
+
+def initialise():
+    """Started by a launcher, the first mesh initialises torch.distributed."""
+    mesh = tessera.init_device_mesh("cpu", (2,))
+    assert dist.is_initialized() and tessera.get_rank() == dist.get_rank() and tessera.get_world_size() == 2
+    assert_whole(tessera.ones(5, device_mesh=mesh, placements=[Shard(0)]), torch.ones(5))
+    # Threads that are ranks have their own world.
+    assert tessera.run(3, tessera.get_world_size) == [3, 3, 3]
+
+
+def sub_groups():
+    dist.init_process_group("gloo")
+    world_size = dist.get_world_size()
+    mesh = tessera.init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh.get_group("tp")
+    assert dist.get_process_group_ranks(group) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)  # it is an ordinary group of torch.distributed
+    assert value.item() == 2
+    whole = values(5, 4)
+    for placements in placements_of(whole, mesh):
+        x = tessera.distribute_tensor(whole, mesh, placements)
+        assert_whole(x, whole)
+        assert_whole(x @ x.T, whole @ whole.T)
+    turned = tessera.DeviceMesh._concatenate([mesh["tp"], mesh["dp"]])
+    assert_whole(tessera.distribute_tensor(whole, turned, [Shard(0), Shard(0)]), whole)
+    assert_whole(tessera.distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).redistribute(placements=[Replicate(), Shard(0)]), whole)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {function.__name__: function for function in (tensors, training, bridge, initialise, sub_groups)}[sys.argv[1]]()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done")

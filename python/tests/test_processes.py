@@ -1,0 +1,46 @@
+"""Ranks that are processes of torch.distributed."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+WORKER = pathlib.Path(__file__).with_name("process_worker.py")
+
+
+def launch(world_size: int, what: str, **environment: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), what],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, output) in enumerate(zip(processes, outputs)):
+        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    return outputs
+
+
+@pytest.mark.parametrize("what", ["tensors", "training", "bridge", "initialise", "sub_groups"])
+def test_two_processes(what):
+    for output in launch(2, what):
+        assert output.strip().endswith("done")
+
+
+def test_four_processes():
+    for output in launch(4, "sub_groups"):
+        assert output.strip().endswith("done")

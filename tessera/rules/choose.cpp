@@ -1,0 +1,245 @@
+#include <tessera/error.h>
+#include <tessera/rules/choose.h>
+
+#include <algorithm>
+
+#include <c10/util/irange.h>
+
+namespace tessera::rules {
+
+namespace {
+
+constexpr double kImpossible = 1e30;
+
+/// What it takes, in units of the tensor's bytes on one rank's link, to place along a mesh dim of `n` ranks
+/// what is `from` as `to`. A rough price, to choose between rows; the planner of redistributions finds the
+/// real way.
+double price(const Placement& from, const Placement& to, int64_t n) {
+  if (from == to || n == 1) return 0;
+  const auto parts = static_cast<double>(n);
+  const double share = (parts - 1) / parts;
+  if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work
+  if (from.is_partial()) return to.is_replicate() ? 2 * share : to.is_partial() ? 2 * share : share;
+  return to.is_replicate() ? share : to.is_partial() ? 0.02 : share / parts;
+}
+
+double bytes_of(const Spec& spec) {
+  return static_cast<double>(std::max<int64_t>(1, spec.numel())) *
+         static_cast<double>(c10::elementSize(spec.dtype()));
+}
+
+Placement strided(const Placement& placement, int64_t split) {
+  return placement.is_shard() && split > 1 ? StridedShard(placement.dim(), split) : placement;
+}
+
+/// Whether a tensor may be partial so besides what it is on other mesh dims.
+bool agree(const Placements& chosen, const Placement& next) {
+  if (!next.is_partial()) return true;
+  return std::all_of(chosen.begin(), chosen.end(), [&](const Placement& other) {
+    return !other.is_partial() || other == next || (is_linear(other.op()) && is_linear(next.op()));
+  });
+}
+
+/// The rows of one call, put together mesh dim by mesh dim.
+class Choice {
+ public:
+  Choice(const Call& call, const Proposal& proposal, c10::ArrayRef<int64_t> returned)
+      : call_(call),
+        proposal_(proposal),
+        returned_(returned),
+        mesh_(call.tensors[0].mesh()),
+        parts_(proposal.rows.size(), 1),
+        inputs_(call.tensors.size()) {
+    whole_.inputs.assign(call.tensors.size(), Replicate());
+    whole_.outputs.assign(proposal.rows.empty() ? 1 : proposal.rows[0].outputs.size(), Replicate());
+    outputs_.resize(whole_.outputs.size());
+    for (const size_t i : c10::irange(call.tensors.size())) {
+      const Spec& spec = call.tensors[i];
+      if (!spec.order().empty() && (order_.empty() || call.written[i])) order_ = spec.order();
+    }
+  }
+
+  Decision decide() {
+    for (const size_t m : c10::irange(mesh_.shape().size())) choose(m);
+    Decision decision;
+    for (const size_t i : c10::irange(call_.tensors.size())) {
+      const Spec& spec = call_.tensors[i];
+      decision.inputs.push_back(spec.with_placements(inputs_[i], order_));
+      decision.written.emplace_back();
+      if (!call_.written[i]) continue;
+      decision.written.back() =
+          spec.with_placements(returned_[i] < 0 ? inputs_[i] : output(returned_[i]), order_);
+    }
+    const size_t count = std::max(outputs_.size(), proposal_.results.size());
+    for (const size_t i : c10::irange(count)) {
+      decision.outputs.push_back({mesh_, output(i), order_, result(i)});
+    }
+    if (proposal_.localize) decision.local = proposal_.localize(chosen(decision));
+    return decision;
+  }
+
+ private:
+  const Placements& output(size_t number) const { return outputs_[outputs_.size() == 1 ? 0 : number]; }
+  const Placement& output(const Row& row, size_t number) const {
+    return row.outputs[row.outputs.size() == 1 ? 0 : number];
+  }
+
+  void choose(size_t m) {
+    std::vector<int64_t> splits{1};
+    for (const Spec& spec : call_.tensors) {
+      const Placement& now = spec.placement(m);
+      if (now.is_strided_shard() && std::find(splits.begin(), splits.end(), now.split()) == splits.end())
+        splits.push_back(now.split());
+    }
+    const int64_t n = mesh_.shape()[m];
+    const Row* best = &whole_;
+    int64_t best_split = 1;
+    double lowest = kImpossible;
+    for (const size_t r : c10::irange(proposal_.rows.size())) {
+      const Row& row = proposal_.rows[r];
+      if (row.divisor && row.divisor % (parts_[r] * n) != 0) continue;
+      for (const int64_t split : splits) {
+        if (split > 1 && (row.divisor || row.ranges)) continue;
+        const double cost = cost_of(row, split, m, lowest);
+        if (cost >= lowest) continue;
+        lowest = cost;
+        best = &row;
+        best_split = split;
+      }
+    }
+    if (cost_of(whole_, 1, m, lowest) < lowest) best = &whole_;
+    for (const size_t i : c10::irange(inputs_.size()))
+      inputs_[i].push_back(strided(best->inputs[i], best_split));
+    for (const size_t i : c10::irange(outputs_.size())) {
+      outputs_[i].push_back(strided(output(*best, i), best_split));
+    }
+    if (best != &whole_) parts_[best - proposal_.rows.data()] *= n;
+  }
+
+  double cost_of(const Row& row, int64_t split, size_t m, double limit) const {
+    const int64_t n = mesh_.shape()[m];
+    double cost = 0;
+    for (const size_t i : c10::irange(call_.tensors.size())) {
+      const Placement& now = call_.tensors[i].placement(m);
+      const Placement then = strided(row.inputs[i], split);
+      if (!agree(inputs_[i], then)) return kImpossible;
+      cost += bytes_of(call_.tensors[i]) * price(now, then, n);
+      if (call_.written[i]) {
+        const Placement after = returned_[i] < 0 ? then : strided(output(row, returned_[i]), split);
+        cost += bytes_of(call_.tensors[i]) * price(after, now, n);
+      }
+      if (cost >= limit) return cost;
+    }
+    for (const size_t i : c10::irange(row.outputs.size())) {
+      if (!agree(outputs_[i], row.outputs[i])) return kImpossible;
+    }
+    return cost;
+  }
+
+  /// What is known of a result: what the rule says, or what its cuts tell.
+  Result result(size_t number) const {
+    if (!proposal_.results.empty()) {
+      TESSERA_CHECK(number < proposal_.results.size() || proposal_.results.size() == 1, call_.schema->name(),
+                    ": its sharding rule tells of ", proposal_.results.size(),
+                    " results, but there is a number ", number, ".");
+      return proposal_.results[proposal_.results.size() == 1 ? 0 : number];
+    }
+    Result known;
+    for (const Row& row : proposal_.rows) {
+      const Placement& cut = output(row, number);
+      if (!cut.is_shard()) continue;
+      for (const size_t i : c10::irange(row.inputs.size())) {
+        if (!row.inputs[i].is_shard()) continue;
+        if (static_cast<int64_t>(known.shape.size()) <= cut.dim()) known.shape.resize(cut.dim() + 1, kLocal);
+        known.shape[cut.dim()] = call_.tensors[i].shape()[row.inputs[i].dim()];
+        break;
+      }
+    }
+    return known;
+  }
+
+  Chosen chosen(const Decision& decision) const {
+    Chosen result{decision.inputs, {}};
+    for (const auto& output : decision.outputs) {
+      result.outputs.emplace_back();
+      const auto& shape = output.result.shape;
+      if (proposal_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end()) continue;
+      result.outputs.back() =
+          Spec(output.mesh, output.placements, shape, std::nullopt, call_.tensors[0].dtype(), output.order);
+    }
+    return result;
+  }
+
+  const Call& call_;
+  const Proposal& proposal_;
+  const c10::ArrayRef<int64_t> returned_;
+  const DeviceMesh& mesh_;
+  Row whole_;
+  ShardOrder order_;
+  std::vector<int64_t> parts_;  // that each row makes so far
+  std::vector<Placements> inputs_, outputs_;
+};
+
+std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::ArrayRef<int64_t> returned) {
+  auto proposal = rule.propose(call);
+  if (!proposal) return std::nullopt;
+  if (proposal->decompose) {
+    Decision decision;
+    decision.decompose = std::move(proposal->decompose);
+    return decision;
+  }
+  return Choice(call, *proposal, returned).decide();
+}
+
+/// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and
+/// must be replicated.
+std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
+  std::vector<std::vector<size_t>> items;
+  Decision decision;
+  decision.inputs.resize(call.tensors.size());
+  decision.written.resize(call.tensors.size());
+  for (size_t i = 0; i < call.tensors.size();) {
+    const uint32_t position = call.positions[i];
+    const auto& type = call.schema->arguments()[position].type();
+    if (type->kind() != c10::TypeKind::ListType) {
+      if (!call.tensors[i].is_replicated()) return std::nullopt;
+      decision.inputs[i] = call.tensors[i];
+      if (call.written[i]) return std::nullopt;
+      ++i;
+      continue;
+    }
+    size_t number = 0;
+    for (; i < call.tensors.size() && call.positions[i] == position; ++i, ++number) {
+      if (number == items.size()) items.emplace_back();
+      items[number].push_back(i);
+    }
+    if (number != items.size()) return std::nullopt;  // some are plain, or lists differ in length
+  }
+  for (const auto& item : items) {
+    Call part{.schema = call.schema, .arguments = call.arguments, .readable = call.readable};
+    for (const size_t i : item) {
+      part.tensors.push_back(call.tensors[i]);
+      part.positions.push_back(call.positions[i]);
+      part.written.push_back(call.written[i]);
+      if (call.tensors[i].mesh() != call.tensors[item[0]].mesh()) return std::nullopt;
+    }
+    const std::vector<int64_t> returned(item.size(), -1);
+    auto decided = choose_one(rule, part, returned);
+    if (!decided || decided->decompose || decided->local.compute || !decided->local.arguments.empty())
+      return std::nullopt;
+    for (const size_t k : c10::irange(item.size())) {
+      decision.inputs[item[k]] = std::move(decided->inputs[k]);
+      decision.written[item[k]] = std::move(decided->written[k]);
+    }
+    decision.outputs.push_back(std::move(decided->outputs.at(0)));
+  }
+  return decision;
+}
+
+}  // namespace
+
+std::optional<Decision> choose(const Rule& rule, const Call& call, c10::ArrayRef<int64_t> returned) {
+  return rule.itemwise ? choose_items(rule, call) : choose_one(rule, call, returned);
+}
+
+}  // namespace tessera::rules

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/rules/rule.h>
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include <c10/util/SmallVector.h>
+
+/// Letters: each tensor dim has one, and dims that must be cut alike have the same.
+///
+///   mm       "mk,kn->mn"   cut m: [S(0), R] -> S(0)    cut n: [R, S(1)] -> S(1)    cut k: [S(1), S(0)] ->
+///   P(sum) add      "ab,b->ab"    cut a: [S(0), R] -> S(0)    cut b: [S(1), S(0)] -> S(1) sum(1)   "ab->a"
+///   cut a: S(0) -> S(0)         cut b: S(1) -> P(sum)
+namespace tessera::rules {
+
+/// kWhole for a dim that cannot be cut, as an element of the result depends on all of it or it has size 1
+/// where others are larger.
+using Letters = c10::SmallVector<char, 6>;
+inline constexpr char kWhole = '.';
+
+/// letters("mk") == {'m', 'k'}
+TESSERA_API Letters letters(std::string_view text);
+/// identity(3) == letters("abc")
+TESSERA_API Letters identity(size_t ndim);
+
+struct Einsum {
+  std::vector<Letters> inputs;
+  std::vector<Letters> outputs;
+  /// What an output that lacks a letter holds if that letter is cut. Nothing: it cannot be.
+  std::optional<Placement> contracted = Partial();
+  /// Sets of inputs that may be partial sums, or averages, at once, with the others replicated; the outputs
+  /// are then too. add: {{0, 1}}; mul: {{0}, {1}}.
+  std::vector<std::vector<size_t>> linear = {};
+  /// Inputs that are added to the rest: if a letter they lack is contracted, they are partial.
+  std::vector<size_t> added = {};
+  /// Reductions that may be left to be done on the results, if all inputs are partial so.
+  std::vector<ReduceOp> kept = {};
+  /// The same of all reductions: data are only moved.
+  bool keeps_all = false;
+  /// See Row.
+  bool ranges = false;
+};
+
+/// "mk,kn->mn"
+TESSERA_API Einsum einsum(std::string_view text);
+
+/// The rows of an einsum, those first that keep the outputs cut. Letters of outputs that no input has are not
+/// cut.
+TESSERA_API std::vector<Row> rows(const Einsum& einsum);
+
+}  // namespace tessera::rules

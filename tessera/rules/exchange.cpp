@@ -1,0 +1,143 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/error.h>
+#include <tessera/rules/exchange.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// Numbers k from `first` to `last`.
+struct Numbers {
+  int64_t first, last;
+};
+
+int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+
+/// Which of k in [0, count) have start + k * step in the range.
+Numbers inside(const Range& range, int64_t start, int64_t step, int64_t count) {
+  const int64_t low = step > 0 ? range.offset - start : range.end() - 1 - start;
+  const int64_t high = step > 0 ? range.end() - 1 - start : range.offset - start;
+  return {std::max<int64_t>(0, -floor_div(-low, step)), std::min(count - 1, floor_div(high, step))};
+}
+
+/// A part of a local tensor along one dim: from `start`, `count` elements, `step` apart; `step` may be
+/// negative.
+struct Part {
+  int64_t start, step, count;
+
+  at::Tensor of(const at::Tensor& local, int64_t dim) const {
+    if (step > 0) return local.slice(dim, start, start + (count - 1) * step + 1, step);
+    return local.slice(dim, start + (count - 1) * step, start + 1, -step).flip(dim);
+  }
+};
+
+/// What goes from a rank that holds `source` to one that holds `target`: parts of both, in the same order.
+struct Route {
+  std::vector<Part> source, target;
+  int64_t count = 0;
+};
+
+Route route(const Pieces& source, const Pieces& target, const std::vector<Stretch>& stretches) {
+  Route result;
+  for (const Stretch& stretch : stretches) {
+    int64_t held = 0;
+    for (const Range& piece : target) {
+      const Numbers wanted = inside(piece, stretch.to, stretch.to_step, stretch.count);
+      int64_t kept = 0;
+      for (const Range& other : source) {
+        const Numbers there = inside(other, stretch.from, stretch.from_step, stretch.count);
+        const int64_t first = std::max(wanted.first, there.first), last = std::min(wanted.last, there.last);
+        if (first <= last) {
+          const int64_t count = last - first + 1;
+          result.target.push_back(
+              {stretch.to + first * stretch.to_step - piece.offset + held, stretch.to_step, count});
+          result.source.push_back(
+              {stretch.from + first * stretch.from_step - other.offset + kept, stretch.from_step, count});
+          result.count += count;
+        }
+        kept += other.size;
+      }
+      held += piece.size;
+    }
+  }
+  return result;
+}
+
+/// The coordinates of the ranks of the joint group of some mesh dims, in its order.
+std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
+  std::vector<std::vector<int64_t>> result;
+  const auto here = *mesh.get_coordinate();
+  result.emplace_back(here.begin(), here.end());
+  for (const int64_t mesh_dim : mesh_dims) {
+    std::vector<std::vector<int64_t>> more;
+    for (const auto& coordinate : result) {
+      for (const int64_t i : c10::irange(mesh.shape()[mesh_dim])) {
+        more.push_back(coordinate);
+        more.back()[mesh_dim] = i;
+      }
+    }
+    result = std::move(more);
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim) {
+  std::vector<int64_t> result;
+  for (const size_t m : c10::irange(spec.placements().size())) {
+    if (spec.placement(m).is_shard_like(dim)) result.push_back(static_cast<int64_t>(m));
+  }
+  return result;
+}
+
+void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,
+              const Spec& source_spec, int64_t dim, const std::vector<Stretch>& stretches) {
+  const std::vector<int64_t> mesh_dims = mesh_dims_of(source_spec, dim);
+  TESSERA_CHECK(mesh_dims == mesh_dims_of(target_spec, dim), "cannot exchange along dim ", dim, " from ",
+                source_spec, " to ", target_spec, ": both must be cut alike.");
+  const DeviceMesh& mesh = source_spec.mesh();
+  const Pieces mine = source_spec.local_pieces()[dim], wanted = target_spec.local_pieces()[dim];
+  const auto coordinates = peers(mesh, mesh_dims);
+  comm::Tensors sent, received;
+  std::vector<Route> routes;
+  Route own;
+  const auto here = *mesh.get_coordinate();
+  for (const auto& coordinate : coordinates) {
+    const bool is_self = std::equal(coordinate.begin(), coordinate.end(), here.begin());
+    Route out = route(mine, target_spec.local_pieces(coordinate)[dim], stretches);
+    Route in = route(source_spec.local_pieces(coordinate)[dim], wanted, stretches);
+    if (is_self) {
+      own = std::exchange(in, {});
+      out = {};
+    }
+    std::vector<at::Tensor> parts;
+    for (const Part& part : out.source) parts.push_back(part.of(source, dim));
+    auto shape = source.sizes().vec();
+    shape[dim] = 0;
+    sent.push_back(parts.empty() ? at::empty(shape, source.options()) : at::cat(parts, dim).contiguous());
+    shape[dim] = in.count;
+    received.push_back(at::empty(shape, source.options()));
+    routes.push_back(std::move(in));
+  }
+  for (const size_t i : c10::irange(own.source.size()))
+    own.target[i].of(target, dim).copy_(own.source[i].of(source, dim));
+  if (coordinates.size() < 2) return;
+  std::vector<MeshDim> group_dims;
+  for (const int64_t mesh_dim : mesh_dims) group_dims.emplace_back(mesh_dim);
+  comm::all_to_all(received, sent, mesh.get_group(group_dims)).wait();
+  for (const size_t i : c10::irange(routes.size())) {
+    int64_t offset = 0;
+    for (const Part& part : routes[i].target) {
+      part.of(target, dim).copy_(received[i].narrow(dim, offset, part.count));
+      offset += part.count;
+    }
+  }
+}
+
+}  // namespace tessera::rules

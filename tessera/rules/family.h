@@ -1,0 +1,73 @@
+#pragma once
+
+#include <tessera/rules/einsum.h>
+#include <tessera/rules/rule.h>
+
+#include <string>
+#include <vector>
+
+/// What the families of rules share. Each is a table in a file of its own; rule.cpp puts them together.
+namespace tessera::rules {
+
+/// Operators of one rule, without "aten::".
+struct Entry {
+  std::vector<std::string> ops;
+  Rule rule;
+};
+using Table = std::vector<Entry>;
+
+Table pointwise_rules();
+Table matmul_rules();
+Table reduce_rules();
+Table view_rules();
+Table factory_rules();
+
+/// The rule of operators that libtorch calls pointwise.
+Rule any_pointwise();
+
+using Shape = std::vector<int64_t>;
+
+/// A dim counted from the start.
+int64_t wrapped(int64_t dim, int64_t ndim);
+/// The same of several; none: all.
+Shape wrapped(Shape dims, int64_t ndim);
+bool contains(const Shape& dims, int64_t dim);
+
+/// Strides without gaps, with the dims in the same order in memory.
+Shape dense_strides(const Spec& spec);
+
+/// Whether one of the dims is cut.
+bool is_cut(const Spec& spec, const Shape& dims);
+/// How many of the dims' elements this rank holds, over how many there are.
+double local_share(const Spec& spec, const Shape& dims);
+
+/// The letters of `shape` when it meets `target` from the right, as in broadcasting.
+Letters broadcast(c10::IntArrayRef shape, c10::IntArrayRef target, const Letters& letters);
+
+/// Sets of arguments, by position, that may be partial sums at once: add {{0, 1}}, mul {{0}, {1}}.
+using Linear = std::vector<std::vector<size_t>>;
+
+/// Each element of the results depends on the corresponding elements of the inputs only.
+std::optional<Proposal> pointwise(const Call& call, const Linear& linear = {},
+                                  std::vector<ReduceOp> kept = {});
+
+/// The sets of tensors that such sets of arguments are, as far as all of them are there.
+std::vector<std::vector<size_t>> linear_tensors(const Call& call, const Linear& linear);
+
+/// What the operator itself gives.
+Stack call_operator(const c10::OperatorHandle& op, Stack arguments);
+
+/// The operator's composite kernel, on the distributed tensors themselves.
+Function composite();
+
+/// A local result for each position, from the global sizes of an output.
+std::function<Local(const Chosen&)> with_local_sizes(size_t position);
+
+/// One tensor whose data are moved as letters say: "ab" -> "ba".
+Proposal moved(Letters input, Letters output, Result result);
+
+/// All tensors are cut alike along all dims but `dims`, which must be whole; so are the results, which are as
+/// `results` say.
+Proposal whole_dims(const Call& call, const Shape& dims, std::vector<Result> results);
+
+}  // namespace tessera::rules

@@ -1,0 +1,157 @@
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+namespace tessera::rules {
+
+namespace {
+
+Rule linear_rule(std::string text, Linear linear) {
+  return {std::move(text), [linear](const Call& call) { return pointwise(call, linear); }};
+}
+
+Rule monotone() {
+  return {"pointwise, increasing", [](const Call& call) {
+            return pointwise(call, {}, {ReduceOp::max, ReduceOp::min});
+          }};
+}
+
+/// The same on every rank, whatever it holds.
+std::optional<Proposal> same(const Call& call, bool dense) {
+  const Spec& spec = call.tensors[0];
+  const Letters all = identity(spec.ndim());
+  return moved(all, all, {spec.shape().vec(), dense ? dense_strides(spec) : spec.strides().vec()});
+}
+
+std::optional<Proposal> cast(const Call& call) {
+  const bool same_dtype = !call.has("dtype") || call.value("dtype").toScalarType() == call.tensors[0].dtype();
+  return same_dtype ? same(call, true) : pointwise(call);
+}
+
+std::optional<Proposal> copy(const Call& call) {
+  const bool same_dtype = call.tensors.size() == 2 && call.tensors[0].dtype() == call.tensors[1].dtype();
+  return pointwise(call, same_dtype ? Linear{{0, 1}} : Linear{});
+}
+
+/// One value everywhere: what reducing equal values leaves as it is may stay partial.
+std::optional<Proposal> fill(const Call& call) {
+  return pointwise(call, {}, {ReduceOp::avg, ReduceOp::min, ReduceOp::max});
+}
+
+std::optional<Proposal> equal(const Call& call) {
+  if (call.tensors.size() != 2 || call.tensors[0].shape() != call.tensors[1].shape()) return std::nullopt;
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const bool result = at::all(at::eq(arguments[0].toTensor(), arguments[1].toTensor())).item<bool>();
+    return Stack{result};
+  };
+  return proposal;
+}
+
+/// As libtorch computes it, where both results are of the input's shape.
+std::optional<Proposal> log_sigmoid(const Call&) {
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor();
+    const at::Tensor buffer = at::exp(at::neg(at::abs(x)));
+    return Stack{at::sub(at::clamp_max(x, 0), at::log1p(buffer)), buffer};
+  };
+  return proposal;
+}
+
+}  // namespace
+
+std::vector<std::vector<size_t>> linear_tensors(const Call& call, const Linear& linear) {
+  std::vector<std::vector<size_t>> result;
+  for (const auto& set : linear) {
+    std::vector<size_t> tensors;
+    for (const size_t position : set) {
+      const auto found = std::find(call.positions.begin(), call.positions.end(), position);
+      // A number added to a partial sum would be added once for each rank.
+      if (found != call.positions.end()) tensors.push_back(found - call.positions.begin());
+    }
+    const bool sums = std::none_of(call.tensors.begin(), call.tensors.end(),
+                                   [](const Spec& spec) { return spec.dtype() == c10::ScalarType::Bool; });
+    if (tensors.size() == set.size() && sums) result.push_back(std::move(tensors));
+  }
+  return result;
+}
+
+std::optional<Proposal> pointwise(const Call& call, const Linear& linear, std::vector<ReduceOp> kept) {
+  for (const auto& result : call.schema->returns()) {
+    if (result.type()->kind() != c10::TypeKind::TensorType &&
+        result.type()->kind() != c10::TypeKind::ListType)
+      return std::nullopt;
+  }
+  Shape shape;
+  for (const Spec& spec : call.tensors) shape = at::infer_size(shape, spec.shape());
+  Einsum einsum;
+  const Letters all = identity(shape.size());
+  einsum.outputs.assign(std::max<size_t>(1, call.schema->returns().size()), all);
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const Spec& spec = call.tensors[i];
+    if (call.written[i] && spec.shape() != c10::IntArrayRef(shape) && call.schema->returns().size() == 1)
+      return std::nullopt;
+    einsum.inputs.push_back(broadcast(spec.shape(), shape, all));
+  }
+  einsum.linear = linear_tensors(call, linear);
+  // With a number beside it, a function of two is not what it was.
+  einsum.kept = std::move(kept);
+  Result result{shape};
+  // As the first input of that shape lies in memory.
+  for (const Spec& spec : call.tensors) {
+    if (spec.shape() != c10::IntArrayRef(shape)) continue;
+    result.strides = dense_strides(spec);
+    break;
+  }
+  return Proposal{rows(einsum), {std::move(result)}};
+}
+
+Rule any_pointwise() {
+  return {"pointwise", [](const Call& call) { return pointwise(call); }};
+}
+
+Table pointwise_rules() {
+  const Linear first{{0}};
+  return {
+      {{"add.Tensor", "sub.Tensor", "rsub.Tensor"},
+       linear_rule("pointwise, linear in both at once", {{0, 1}})},
+      {{"mul.Tensor"}, linear_rule("pointwise, linear in each", {{0}, {1}})},
+      {{"mul.Scalar", "div.Scalar", "div.Tensor", "neg", "deg2rad", "rad2deg"},
+       linear_rule("pointwise, linear in the first", first)},
+      {{"addcmul"}, linear_rule("pointwise, linear in the sum and each factor", {{0, 1}, {0, 2}})},
+      {{"addcdiv"}, linear_rule("pointwise, linear in the sum and the numerator", {{0, 1}})},
+      {{"lerp.Scalar"}, linear_rule("pointwise, linear in both at once", {{0, 1}})},
+      {{"where.self"}, linear_rule("pointwise, linear in both values at once", {{1, 2}})},
+      {{"threshold_backward", "tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward",
+        "native_dropout_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
+        "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward", "logit_backward",
+        "softshrink_backward", "hardshrink_backward", "_masked_scale"},
+       linear_rule("pointwise, linear in the gradient", first)},
+      {{"relu", "exp", "tanh", "sigmoid", "floor", "ceil", "trunc", "expm1", "erf", "atan", "asinh", "sinh",
+        "hardtanh", "hardsigmoid"},
+       monotone()},
+      {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor",
+        "floor_divide",    "_prelu_kernel",        "complex",
+        "polar",           "log_sigmoid_backward", "eq_.Tensor",
+        "eq_.Scalar",      "ne_.Tensor",           "ne_.Scalar",
+        "lt_.Tensor",      "lt_.Scalar",           "le_.Tensor",
+        "le_.Scalar",      "gt_.Tensor",           "gt_.Scalar",
+        "ge_.Tensor",      "ge_.Scalar",           "rrelu_with_noise_backward",
+        "_add_relu.Tensor"},
+       any_pointwise()},
+      {{"log_sigmoid_forward"}, {"by min, log1p and exp", log_sigmoid}},
+      {{"detach", "alias", "lift_fresh", "lift", "detach_"},
+       {"as it is", [](const Call& call) { return same(call, false); }}},
+      {{"clone", "zero_", "_lazy_clone"}, {"as it is", [](const Call& call) { return same(call, true); }}},
+      {{"_to_copy"}, {"pointwise; as it is if the dtype stays", cast, {"dtype"}}},
+      {{"copy_"}, {"pointwise, linear in both at once if the dtype stays", copy}},
+      {{"fill_.Scalar", "fill_.Tensor"}, {"pointwise", fill}},
+      {{"equal"}, {"by eq and all", equal}},
+  };
+}
+
+}  // namespace tessera::rules

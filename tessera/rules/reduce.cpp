@@ -1,0 +1,317 @@
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <ATen/ATen.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// Which dims a call reduces, and what is left.
+struct Reduction {
+  Shape dims;  // ascending
+  bool keep = false;
+  Shape shape;      // of the result
+  Letters letters;  // likewise
+
+  /// Nothing for lists of dims that are given and empty: what these mean differs.
+  static std::optional<Reduction> of(const Call& call, bool empty_is_all = false) {
+    const Spec& spec = call.tensors[0];
+    Reduction result;
+    Shape dims;
+    if (call.position("dim")) {
+      if (call.has("dim")) {
+        dims = call.integers("dim");
+        if (dims.empty() && !empty_is_all) return std::nullopt;
+      }
+      result.keep = call.position("keepdim") && call.flag("keepdim");
+    }
+    dims = wrapped(dims, spec.ndim());
+    const Letters all = identity(spec.ndim());
+    for (int64_t d = 0; d < spec.ndim(); ++d) {
+      const bool reduced = contains(dims, d);
+      if (reduced) result.dims.push_back(d);
+      if (reduced && !result.keep) continue;
+      result.letters.push_back(reduced ? kWhole : all[d]);
+      result.shape.push_back(reduced ? 1 : spec.shape()[d]);
+    }
+    return result;
+  }
+
+  bool empty(const Spec& spec) const {
+    return std::any_of(dims.begin(), dims.end(), [&](int64_t d) { return spec.shape()[d] == 0; });
+  }
+  /// Along dims that are not cut.
+  int64_t count(const Spec& spec) const {
+    int64_t product = 1;
+    for (const int64_t d : dims) product *= spec.shape()[d];
+    return product;
+  }
+};
+
+Proposal reduced(const Call& call, const Reduction& reduction, std::optional<Placement> contracted,
+                 bool linear = false, std::vector<ReduceOp> kept = {}, size_t results = 1) {
+  Einsum einsum;
+  einsum.inputs = {identity(call.tensors[0].ndim())};
+  einsum.outputs.assign(results, reduction.letters);
+  einsum.contracted = contracted;
+  if (linear) einsum.linear = linear_tensors(call, {{0}});
+  einsum.kept = std::move(kept);
+  return {rows(einsum), std::vector<Result>(results, Result{reduction.shape})};
+}
+
+Rule sum_rule() {
+  return {"reduced dims cut: P(sum)",
+          [](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call, true);
+            return reduced(call, *reduction, Partial(), true);
+          },
+          {"dim", "keepdim"}};
+}
+
+/// Sums of what has no meaning but its number.
+Rule count_rule() {
+  return {"reduced dims cut: P(sum)",
+          [](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call);
+            if (!reduction) return std::nullopt;
+            return reduced(call, *reduction, Partial());
+          },
+          {"dim", "keepdim"}};
+}
+
+/// A rank's mean counts as much as what it holds.
+Rule mean_rule() {
+  return {"reduced dims cut: P(sum) of local means, each by its share",
+          [](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call, true);
+            if (reduction->empty(call.tensors[0])) return std::nullopt;
+            Proposal proposal = reduced(call, *reduction, Partial(), true);
+            proposal.localize = [dims = reduction->dims](const Chosen& chosen) {
+              Local local;
+              if (!is_cut(chosen.inputs[0], dims)) return local;
+              const double share = local_share(chosen.inputs[0], dims);
+              local.compute = [share](const c10::OperatorHandle& op, Stack arguments) {
+                Stack results = call_operator(op, std::move(arguments));
+                at::Tensor mean = results[0].toTensor();
+                return share == 0 ? Stack{mean.zero_()} : Stack{mean.mul_(share)};
+              };
+              return local;
+            };
+            return proposal;
+          },
+          {"dim", "keepdim"}};
+}
+
+/// Ranks that hold nothing of what is reduced have the neutral element.
+std::function<Local(const Chosen&)> neutral_if_empty(Shape dims, std::vector<double> values,
+                                                     bool real = false) {
+  return [=](const Chosen& chosen) {
+    Local local;
+    const Spec& input = chosen.inputs[0];
+    if (!is_cut(input, dims)) return local;
+    if (std::none_of(dims.begin(), dims.end(), [&](int64_t d) { return input.local_shape()[d] == 0; }))
+      return local;
+    local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      Stack results;
+      for (const double value : values) {
+        const auto dtype = real ? c10::toRealValueType(x.scalar_type()) : x.scalar_type();
+        at::Tensor filled = at::empty(output.local_shape(), x.options().dtype(dtype));
+        if (std::isinf(value) && !at::isFloatingType(dtype)) {
+          const auto op = value > 0 ? ReduceOp::min : ReduceOp::max;
+          filled.fill_(*neutral(op, dtype));
+        } else {
+          filled.fill_(value);
+        }
+        results.emplace_back(filled);
+      }
+      return results;
+    };
+    return local;
+  };
+}
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+Rule extreme_rule(ReduceOp op) {
+  return {op == ReduceOp::max ? "reduced dims cut: P(max)" : "reduced dims cut: P(min)",
+          [op](const Call& call) -> std::optional<Proposal> {
+            const Spec& spec = call.tensors[0];
+            const auto reduction = Reduction::of(call, true);
+            if (reduction->empty(spec) || spec.dtype() == c10::ScalarType::Bool || call.tensors.size() != 1)
+              return std::nullopt;
+            Proposal proposal = reduced(call, *reduction, Partial(op), false, {op});
+            proposal.localize =
+                neutral_if_empty(reduction->dims, {op == ReduceOp::max ? -kInfinity : kInfinity});
+            return proposal;
+          },
+          {"dim", "keepdim"}};
+}
+
+std::optional<Proposal> both_extremes(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const auto reduction = Reduction::of(call);
+  if (!reduction || reduction->empty(spec) || spec.dtype() == c10::ScalarType::Bool) return std::nullopt;
+  Proposal proposal = reduced(call, *reduction, Partial(), false, {}, 2);
+  for (Row& row : proposal.rows) {
+    if (row.outputs[0].is_partial()) row.outputs = {Partial(ReduceOp::min), Partial(ReduceOp::max)};
+  }
+  proposal.localize = neutral_if_empty(reduction->dims, {kInfinity, -kInfinity});
+  return proposal;
+}
+
+Rule logical_rule(ReduceOp op) {
+  return {op == ReduceOp::any ? "reduced dims cut: P(any)" : "reduced dims cut: P(all)",
+          [op](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call);
+            // Of bytes the result is a byte.
+            if (!reduction || call.tensors[0].dtype() == c10::ScalarType::Byte) return std::nullopt;
+            return reduced(call, *reduction, Partial(op));
+          },
+          {"dim", "keepdim"}};
+}
+
+Rule product_rule() {
+  return {"reduced dims cut: P(product)",
+          [](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call);
+            if (!reduction) return std::nullopt;
+            return reduced(call, *reduction, Partial(ReduceOp::product), false, {ReduceOp::product});
+          },
+          {"dim", "keepdim"}};
+}
+
+Rule norm_rule(const std::string& order) {
+  return {"reduced dims cut: P(norm p); P(max), P(min), P(sum) for infinite and zero p",
+          [order](const Call& call) -> std::optional<Proposal> {
+            const Spec& spec = call.tensors[0];
+            const auto reduction = Reduction::of(call);
+            if (!reduction || reduction->empty(spec)) return std::nullopt;
+            const double p = call.has(order) ? call.value(order).toScalar().toDouble() : 2.0;
+            if (std::isnan(p)) return std::nullopt;
+            const Placement contracted = p == kInfinity    ? Partial(ReduceOp::max)
+                                         : p == -kInfinity ? Partial(ReduceOp::min)
+                                         : p == 0          ? Partial(ReduceOp::sum)
+                                                           : NormPartial(p);
+            const bool converts = call.position("dtype") && call.has("dtype");
+            if (converts) return reduced(call, *reduction, std::nullopt);
+            Proposal proposal = reduced(call, *reduction, contracted);
+            if (std::isinf(p) || p < 0) {
+              proposal.localize = neutral_if_empty(reduction->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
+            }
+            return proposal;
+          },
+          {order, "dim", "keepdim", "dtype"}};
+}
+
+/// The dim must be whole; results are like the input, or without the dim.
+Rule whole_dim(size_t results, bool reduces, bool linear = false) {
+  return {"the dim whole",
+          [=](const Call& call) -> std::optional<Proposal> {
+            const Spec& spec = call.tensors[0];
+            if (reduces) {
+              const auto reduction = Reduction::of(call);
+              if (!reduction) return std::nullopt;
+              return reduced(call, *reduction, std::nullopt, linear, {}, results);
+            }
+            Shape dims = wrapped(call.integers("dim"), spec.ndim());
+            if (spec.ndim() == 0) dims.clear();
+            Proposal proposal =
+                whole_dims(call, dims, std::vector<Result>(results, Result{spec.shape().vec()}));
+            if (linear) {
+              for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
+                proposal.rows.push_back({{Partial(op)}, {Partial(op)}});
+            }
+            return proposal;
+          },
+          {"dim", "keepdim"}};
+}
+
+/// By the mean, and the mean of squared differences, where what is reduced is cut.
+Rule variance_rule(bool root, bool with_mean) {
+  return {"reduced dims cut: by sums of squared differences from the mean",
+          [=](const Call& call) -> std::optional<Proposal> {
+            const Spec& spec = call.tensors[0];
+            const auto reduction = Reduction::of(call, true);
+            if (!is_cut(spec, reduction->dims))
+              return reduced(call, *reduction, std::nullopt, false, {}, with_mean ? 2 : 1);
+            if (!at::isFloatingType(spec.dtype()) || reduction->empty(spec)) return std::nullopt;
+            const auto count = static_cast<double>(reduction->count(spec));
+            const double correction =
+                call.has("correction") ? call.value("correction").toScalar().toDouble() : 1.0;
+            Proposal proposal;
+            proposal.decompose = [=, dims = reduction->dims, keep = reduction->keep](
+                                     const c10::OperatorHandle&, Stack arguments) {
+              const at::Tensor x = arguments[0].toTensor();
+              const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+              const at::Tensor values = x.scalar_type() == wide ? x : x.to(wide);
+              const at::Tensor mean = at::mean(values, dims, /*keepdim=*/true);
+              const at::Tensor difference = at::sub(values, mean);
+              at::Tensor result = at::div(at::sum(at::mul(difference, difference), dims, keep),
+                                          std::max(0.0, count - correction));
+              if (root) result = at::sqrt(result);
+              Stack results{result.to(x.scalar_type())};
+              if (with_mean) {
+                results.emplace_back(at::mean(values, dims, keep).to(x.scalar_type()));
+              }
+              return results;
+            };
+            return proposal;
+          },
+          {"dim", "keepdim", "correction"}};
+}
+
+std::optional<Proposal> logsumexp(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const auto reduction = Reduction::of(call);
+  if (!reduction) return std::nullopt;
+  if (!is_cut(spec, reduction->dims)) return reduced(call, *reduction, std::nullopt);
+  if (!at::isFloatingType(spec.dtype()) || reduction->empty(spec)) return std::nullopt;
+  Proposal proposal;
+  proposal.decompose = [dims = reduction->dims, keep = reduction->keep](const c10::OperatorHandle&,
+                                                                        Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor();
+    // Infinite values stay so without being subtracted from one another.
+    const at::Tensor highest = at::nan_to_num(at::amax(x, dims, /*keepdim=*/true), 0, 0, 0);
+    at::Tensor result =
+        at::add(at::log(at::sum(at::exp(at::sub(x, highest)), dims, /*keepdim=*/true)), highest);
+    if (!keep) result = at::squeeze(result, dims);
+    return Stack{result};
+  };
+  return proposal;
+}
+
+}  // namespace
+
+Table reduce_rules() {
+  return {
+      {{"sum", "sum.dim_IntList"}, sum_rule()},
+      {{"nansum", "count_nonzero", "count_nonzero.dim_IntList"}, count_rule()},
+      {{"mean", "mean.dim"}, mean_rule()},
+      {{"prod", "prod.dim_int"}, product_rule()},
+      {{"amax", "max"}, extreme_rule(ReduceOp::max)},
+      {{"amin", "min"}, extreme_rule(ReduceOp::min)},
+      {{"aminmax"}, {"reduced dims cut: P(min) and P(max)", both_extremes, {"dim", "keepdim"}}},
+      {{"any", "any.dim", "any.dims"}, logical_rule(ReduceOp::any)},
+      {{"all", "all.dim", "all.dims"}, logical_rule(ReduceOp::all)},
+      {{"linalg_vector_norm"}, norm_rule("ord")},
+      {{"norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"},
+       norm_rule("p")},
+      {{"var.correction"}, variance_rule(false, false)},
+      {{"std.correction"}, variance_rule(true, false)},
+      {{"var_mean.correction"}, variance_rule(false, true)},
+      {{"std_mean.correction"}, variance_rule(true, true)},
+      {{"logsumexp"}, {"reduced dims cut: by amax, exp and sum", logsumexp, {"dim", "keepdim"}}},
+      {{"argmax", "argmin"}, whole_dim(1, true)},
+      {{"max.dim", "min.dim", "mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim(2, true)},
+      {{"cumsum"}, whole_dim(1, false, true)},
+      {{"cumprod", "logcumsumexp", "_logcumsumexp"}, whole_dim(1, false)},
+      {{"cummax", "cummin"}, whole_dim(2, false)},
+  };
+}
+
+}  // namespace tessera::rules

@@ -1,0 +1,465 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/rules/exchange.h>
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include <ATen/ATen.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// A view that leaves each dim as it is, or drops it, or adds some.
+struct View {
+  Letters input, output;
+  Shape shape, strides;
+
+  explicit View(const Spec& spec) : input(identity(spec.ndim())) {}
+
+  void keep(const Spec& spec, int64_t dim) {
+    output.push_back(input[dim]);
+    shape.push_back(spec.shape()[dim]);
+    strides.push_back(spec.strides()[dim]);
+  }
+  void add(int64_t size, int64_t stride) {
+    output.push_back(kWhole);
+    shape.push_back(size);
+    strides.push_back(stride);
+  }
+  Proposal proposal() const { return moved(input, output, {shape, strides}); }
+};
+
+/// The result's dim i is the input's dims[i].
+Proposal permuted(const Call& call, const Shape& dims) {
+  View view(call.tensors[0]);
+  for (const int64_t dim : dims) view.keep(call.tensors[0], wrapped(dim, call.tensors[0].ndim()));
+  return view.proposal();
+}
+
+Proposal swapped(const Call& call, int64_t first, int64_t second) {
+  const int64_t ndim = call.tensors[0].ndim();
+  Shape dims(ndim);
+  std::iota(dims.begin(), dims.end(), 0);
+  if (ndim > 0) std::swap(dims[wrapped(first, ndim)], dims[wrapped(second, ndim)]);
+  return permuted(call, dims);
+}
+
+std::optional<Proposal> transposed(const Call& call) {
+  if (call.tensors[0].ndim() > 2) return std::nullopt;
+  return call.tensors[0].ndim() == 2 ? swapped(call, 0, 1) : swapped(call, 0, 0);
+}
+
+std::optional<Proposal> unsqueezed(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const int64_t dim = wrapped(call.integer("dim"), spec.ndim() + 1);
+  View view(spec);
+  for (int64_t d = 0; d <= spec.ndim(); ++d) {
+    if (d == dim)
+      view.add(1, d < spec.ndim() ? std::max<int64_t>(spec.shape()[d], 1) * spec.strides()[d] : 1);
+    if (d < spec.ndim()) view.keep(spec, d);
+  }
+  return view.proposal();
+}
+
+/// Without those of `dims` that have size 1. A rank might hold just 1 of another one, and must not drop it:
+/// it makes a view of its own sizes.
+std::optional<Proposal> squeezed(const Call& call, const Shape& dims) {
+  const Spec& spec = call.tensors[0];
+  View view(spec);
+  Shape dropped;
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    if (contains(dims, d) && spec.shape()[d] == 1) {
+      dropped.push_back(d);
+    } else {
+      view.keep(spec, d);
+    }
+  }
+  Proposal proposal = view.proposal();
+  proposal.localize = [dims, dropped](const Chosen& chosen) {
+    Local local;
+    const auto held = chosen.inputs[0].local_shape();
+    if (std::none_of(dims.begin(), dims.end(),
+                     [&](int64_t d) { return held[d] == 1 && !contains(dropped, d); }))
+      return local;
+    local.compute = [dropped](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      Shape shape, strides;
+      for (int64_t d = 0; d < x.dim(); ++d) {
+        if (contains(dropped, d)) continue;
+        shape.push_back(x.size(d));
+        strides.push_back(x.stride(d));
+      }
+      return Stack{x.as_strided(shape, strides)};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// Cut where the dim is: the rank that holds the index has the result, the others zeros.
+std::optional<Proposal> selected(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t dim = wrapped(call.integer("dim"), spec.ndim()), size = spec.shape()[dim];
+  int64_t index = call.integer("index");
+  if (index < -size || index >= size) return std::nullopt;
+  if (index < 0) index += size;
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    if (d != dim) view.keep(spec, d);
+  }
+  Proposal proposal = view.proposal();
+  const ReduceOp op = spec.dtype() == c10::ScalarType::Bool ? ReduceOp::any : ReduceOp::sum;
+  proposal.rows.push_back({{Shard(dim)}, {Partial(op)}, 0, /*ranges=*/true});
+  proposal.localize = [dim, index](const Chosen& chosen) {
+    const Spec &base = chosen.inputs[0], &result = chosen.outputs[0];
+    const int64_t local_index = index - base.global_offset()[dim];
+    const bool is_here = local_index >= 0 && local_index < base.local_shape()[dim];
+    Local local;
+    if (mesh_dims_of(base, dim).empty()) {
+      local.arguments = {{2, local_index}};
+      return local;
+    }
+    local.detached = true;
+    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      if (is_here) return Stack{x.select(dim, local_index)};
+      return Stack{at::zeros(result.local_shape(), x.options())};
+    };
+    Placements whole = result.placements();
+    for (const int64_t m : mesh_dims_of(base, dim)) whole[m] = Replicate();
+    local.write_back = [=, to = result.with_placements(whole, result.order())](const at::Tensor& into,
+                                                                               const at::Tensor& written) {
+      const at::Tensor value = execute(plan(result, to), written);
+      if (is_here) into.select(dim, local_index).copy_(value);
+    };
+    return local;
+  };
+  return proposal;
+}
+
+struct Sliced {
+  int64_t dim, start, step, count;
+};
+
+std::optional<Sliced> slice_of(const Call& call, int64_t size, int64_t ndim) {
+  const int64_t dim = wrapped(call.integer("dim"), ndim);
+  auto bound = [&](const char* name, int64_t missing) {
+    int64_t value = call.has(name) ? call.integer(name) : missing;
+    if (value < 0) value += size;
+    return std::clamp<int64_t>(value, 0, size);
+  };
+  const int64_t start = bound("start", 0), end = std::max(start, bound("end", size)),
+                step = call.integer("step");
+  if (step < 1) return std::nullopt;
+  return Sliced{dim, start, step, (end - start + step - 1) / step};
+}
+
+/// A range of one dim. Where that is cut, what comes to lie on another rank is sent there.
+std::optional<Proposal> sliced(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t size = spec.shape()[wrapped(call.integer("dim"), spec.ndim())];
+  const auto slice = slice_of(call, size, spec.ndim());
+  if (!slice) return std::nullopt;
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) view.keep(spec, d);
+  const bool is_all = slice->count == size;
+  view.shape[slice->dim] = slice->count;
+  if (!is_all) {
+    view.strides[slice->dim] *= slice->step;
+    view.output[slice->dim] = kWhole;
+  }
+  Proposal proposal = view.proposal();
+  if (is_all) return proposal;
+  proposal.rows.insert(proposal.rows.begin(), Row{{Shard(slice->dim)}, {Shard(slice->dim)}});
+  proposal.localize = [slice = *slice](const Chosen& chosen) {
+    const Spec &base = chosen.inputs[0], &result = chosen.outputs[0];
+    Local local;
+    if (mesh_dims_of(base, slice.dim).empty()) return local;
+    local.communicates = true;
+    local.detached = true;
+    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor(), part = at::empty(result.local_shape(), x.options());
+      exchange(part, result, x, base, slice.dim, {{0, 1, slice.start, slice.step, slice.count}});
+      return Stack{part};
+    };
+    local.write_back = [=](const at::Tensor& into, const at::Tensor& written) {
+      exchange(into, base, written, result, slice.dim, {{slice.start, slice.step, 0, 1, slice.count}});
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// New dims in front, and dims of size 1 repeated.
+std::optional<Proposal> expanded(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  Shape sizes = call.integers("size");
+  if (static_cast<int64_t>(sizes.size()) < spec.ndim()) return std::nullopt;
+  const auto added = static_cast<int64_t>(sizes.size()) - spec.ndim();
+  View view(spec);
+  for (int64_t dim = 0; dim < static_cast<int64_t>(sizes.size()); ++dim) {
+    const int64_t size = sizes[dim];
+    if (dim >= added && (size == -1 || size == spec.shape()[dim - added])) {
+      view.keep(spec, dim - added);
+    } else if (size >= 0 && (dim < added || spec.shape()[dim - added] == 1)) {
+      view.add(size, 0);
+    } else {
+      return std::nullopt;
+    }
+  }
+  Proposal proposal = view.proposal();
+  proposal.localize = with_local_sizes(1);
+  return proposal;
+}
+
+/// Each maximal run of dims that the view leaves alone, splits or joins. A cut survives if it is of the first
+/// dim of a run on both sides and falls on the same elements: where it is even, or the dim keeps its size.
+/// Dims of size 1 come and go.
+std::optional<Proposal> viewed(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape to = at::infer_size(call.integers("size"), spec.numel());
+  const auto from = spec.shape();
+  Proposal proposal = moved(Letters(from.size(), kWhole), Letters(to.size(), kWhole), {to});
+  if (const auto strides = at::detail::computeStride(from, spec.strides(), to))
+    proposal.results[0].strides.assign(strides->begin(), strides->end());
+  proposal.localize = with_local_sizes(1);
+  std::vector<Row> cuts;
+  if (spec.numel() == 0) {
+    if (from == c10::IntArrayRef(to)) {
+      for (int64_t dim = 0; dim < spec.ndim(); ++dim) cuts.push_back({{Shard(dim)}, {Shard(dim)}});
+    }
+  } else {
+    size_t i = 0, j = 0;
+    auto skip_ones = [&] {
+      while (i < from.size() && from[i] == 1) ++i;
+      while (j < to.size() && to[j] == 1) ++j;
+    };
+    for (skip_ones(); i < from.size() && j < to.size(); skip_ones()) {
+      const int64_t divisor = from[i] == to[j] ? 0 : std::gcd(from[i], to[j]);
+      cuts.push_back({{Shard(static_cast<int64_t>(i))}, {Shard(static_cast<int64_t>(j))}, divisor});
+      int64_t a = from[i++], b = to[j++];
+      while (a != b) {
+        if (a < b) {
+          a *= from[i++];
+        } else {
+          b *= to[j++];
+        }
+      }
+    }
+  }
+  proposal.rows.insert(proposal.rows.begin(), cuts.begin(), cuts.end());
+  return proposal;
+}
+
+/// Several views along one dim: by the views they are where it is cut.
+std::optional<Proposal> divided(const Call& call, const Shape& sizes, bool removed) {
+  const Spec& spec = call.tensors[0];
+  const int64_t dim = wrapped(call.integer("dim"), spec.ndim());
+  if (is_cut(spec, {dim})) {
+    Proposal proposal;
+    proposal.decompose = composite();
+    return proposal;
+  }
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    if (d != dim || !removed) view.keep(spec, d);
+  }
+  if (!removed) view.output[dim] = kWhole;
+  Proposal proposal = view.proposal();
+  proposal.results.clear();
+  for (const int64_t size : sizes) {
+    if (!removed) view.shape[dim] = size;
+    proposal.results.push_back({view.shape, view.strides});
+  }
+  if (sizes.empty()) return std::nullopt;
+  return proposal;
+}
+
+std::optional<Proposal> split_evenly(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const int64_t step = call.integer("split_size");
+  if (spec.ndim() == 0 || step <= 0) return std::nullopt;
+  Shape sizes;
+  const int64_t size = spec.shape()[wrapped(call.integer("dim"), spec.ndim())];
+  for (int64_t begin = 0; begin < size; begin += step) sizes.push_back(std::min(step, size - begin));
+  if (sizes.empty()) sizes.push_back(0);
+  return divided(call, sizes, false);
+}
+
+std::optional<Proposal> split_as_told(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape sizes = call.integers("split_sizes");
+  if (spec.ndim() == 0) return std::nullopt;
+  if (std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) !=
+      spec.shape()[wrapped(call.integer("dim"), spec.ndim())])
+    return std::nullopt;
+  return divided(call, sizes, false);
+}
+
+std::optional<Proposal> unbound(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  return divided(call, Shape(spec.shape()[wrapped(call.integer("dim"), spec.ndim())], 1), true);
+}
+
+std::optional<Proposal> diagonal(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const int64_t first = wrapped(call.integer("dim1"), spec.ndim()),
+                second = wrapped(call.integer("dim2"), spec.ndim());
+  if (first == second) return std::nullopt;
+  const int64_t offset = call.integer("offset");
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    if (d != first && d != second) view.keep(spec, d);
+  }
+  const int64_t length = offset >= 0 ? std::min(spec.shape()[first], spec.shape()[second] - offset)
+                                     : std::min(spec.shape()[first] + offset, spec.shape()[second]);
+  view.add(std::max<int64_t>(length, 0), spec.strides()[first] + spec.strides()[second]);
+  return view.proposal();
+}
+
+std::optional<Proposal> unfolded(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t dim = wrapped(call.integer("dimension"), spec.ndim());
+  const int64_t size = call.integer("size"), step = call.integer("step");
+  if (size < 0 || step <= 0 || size > spec.shape()[dim]) return std::nullopt;
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) view.keep(spec, d);
+  view.output[dim] = kWhole;
+  view.shape[dim] = (spec.shape()[dim] - size) / step + 1;
+  view.strides[dim] *= step;
+  view.add(size, spec.strides()[dim]);
+  return view.proposal();
+}
+
+/// Its strides speak of the global tensor's memory: laid out so on every rank.
+std::optional<Proposal> as_strided(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const bool is_all = c10::IntArrayRef(call.integers("size")) == spec.shape() &&
+                      c10::IntArrayRef(call.integers("stride")) == spec.strides() &&
+                      (!call.has("storage_offset") || call.integer("storage_offset") == 0);
+  Proposal proposal;
+  if (is_all) {
+    const Letters all = identity(spec.ndim());
+    proposal = moved(all, all, {spec.shape().vec(), spec.strides().vec()});
+    proposal.localize = [](const Chosen&) {
+      Local local;
+      local.compute = [](const c10::OperatorHandle&, Stack arguments) {
+        return Stack{arguments[0].toTensor().alias()};
+      };
+      return local;
+    };
+    return proposal;
+  }
+  const int64_t offset = call.has("storage_offset") ? call.integer("storage_offset") : 0;
+  proposal = moved(Letters(spec.ndim(), kWhole), Letters(call.integers("size").size(), kWhole),
+                   {call.integers("size"), call.integers("stride")});
+  proposal.localize = [spec, offset](const Chosen&) {
+    Local local;
+    local.detached = true;
+    local.compute = [spec, offset](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor laid_out = at::empty_strided(spec.shape(), spec.strides(), x.options()).copy_(x);
+      return Stack{laid_out.as_strided(arguments[1].toIntVector(), arguments[2].toIntVector(), offset)};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// The gradient of a view: zeros of the input's sizes, but for what the view shows.
+std::optional<Proposal> view_backward(const Call& call, const Shape& whole, bool dim_removed) {
+  const Shape sizes = call.integers("input_sizes");
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  Letters output = identity(sizes.size()), input;
+  for (const int64_t dim : whole) output[dim] = kWhole;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (!dim_removed || !contains(whole, d)) input.push_back(output[d]);
+  }
+  if (dim_removed && whole.size() == 2) input.push_back(kWhole);
+  if (static_cast<int64_t>(input.size()) != call.tensors[0].ndim()) return std::nullopt;
+  Proposal proposal = moved(input, output, {sizes});
+  proposal.rows.erase(std::remove_if(proposal.rows.begin(), proposal.rows.end(),
+                                     [](const Row& row) {
+                                       return row.inputs[0].is_partial() && !is_linear(row.inputs[0].op());
+                                     }),
+                      proposal.rows.end());
+  proposal.localize = with_local_sizes(1);
+  return proposal;
+}
+
+}  // namespace
+
+Table view_rules() {
+  return {
+      {{"t"}, {"ab->ba", transposed}},
+      {{"transpose.int"},
+       {"two dims swapped",
+        [](const Call& call) {
+          return std::optional(swapped(call, call.integer("dim0"), call.integer("dim1")));
+        },
+        {"dim0", "dim1"}}},
+      {{"permute"},
+       {"dims permuted",
+        [](const Call& call) { return std::optional(permuted(call, call.integers("dims"))); },
+        {"dims"}}},
+      {{"unsqueeze"}, {"a dim of size 1 added", unsqueezed, {"dim"}}},
+      {{"squeeze"},
+       {"dims of size 1 dropped",
+        [](const Call& call) { return squeezed(call, wrapped(Shape(), call.tensors[0].ndim())); }}},
+      {{"squeeze.dim", "squeeze.dims"},
+       {"dims of size 1 dropped",
+        [](const Call& call) -> std::optional<Proposal> {
+          const Shape dims = call.integers("dim");
+          return squeezed(call, dims.empty() ? dims : wrapped(dims, call.tensors[0].ndim()));
+        },
+        {"dim"}}},
+      {{"select.int"},
+       {"a dim dropped; if cut, partial: the rank that holds it has it", selected, {"dim", "index"}}},
+      {{"slice.Tensor"},
+       {"a range of a dim; if cut, what changes its rank is sent", sliced, {"dim", "start", "end", "step"}}},
+      {{"expand"}, {"dims of size 1 repeated, dims added", expanded, {"size"}}},
+      {{"view", "_unsafe_view"}, {"dims split and joined, cut where even", viewed, {"size"}}},
+      {{"split.Tensor", "unsafe_split.Tensor"},
+       {"ranges of a dim; if cut, by slice", split_evenly, {"split_size", "dim"}}},
+      {{"split_with_sizes", "unsafe_split_with_sizes"},
+       {"ranges of a dim; if cut, by slice", split_as_told, {"split_sizes", "dim"}}},
+      {{"unbind.int"}, {"a dim dropped; if cut, by select", unbound, {"dim"}}},
+      {{"diagonal"}, {"two dims whole", diagonal, {"offset", "dim1", "dim2"}}},
+      {{"unfold"}, {"the dim whole", unfolded, {"dimension", "size", "step"}}},
+      {{"as_strided"},
+       {"as it is if it is that, else on replicas", as_strided, {"size", "stride", "storage_offset"}}},
+      {{"select_backward"},
+       {"the dim whole",
+        [](const Call& call) {
+          const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+          return view_backward(call, {wrapped(call.integer("dim"), ndim)}, true);
+        },
+        {"input_sizes", "dim"}}},
+      {{"slice_backward"},
+       {"the dim whole",
+        [](const Call& call) {
+          const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+          return view_backward(call, {wrapped(call.integer("dim"), ndim)}, false);
+        },
+        {"input_sizes", "dim"}}},
+      {{"diagonal_backward"},
+       {"the dims whole",
+        [](const Call& call) {
+          const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+          return view_backward(
+              call, {wrapped(call.integer("dim1"), ndim), wrapped(call.integer("dim2"), ndim)}, true);
+        },
+        {"input_sizes", "dim1", "dim2"}}},
+  };
+}
+
+}  // namespace tessera::rules

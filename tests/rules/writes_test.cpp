@@ -1,0 +1,195 @@
+// Writes into views and arguments, against one device: also where a view cuts a dim that is cut already.
+
+#include <tessera/comm/run.h>
+#include <tessera/dispatch/cache.h>
+#include <tessera/rules/einsum.h>
+#include <tessera/rules/rule.h>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/library.h>
+
+#include "tests/support/compare.h"
+#include "tests/support/errors.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+using Write = std::function<void(at::Tensor)>;
+
+const std::vector<Write>& writes() {
+  static const std::vector<Write> all{
+      [](at::Tensor x) { x.slice(0, 2, 4).fill_(7); },
+      [](at::Tensor x) { x.slice(0, 1, 100, 2).mul_(3); },
+      [](at::Tensor x) { x.slice(1, 1, 3).add_(1); },
+      [](at::Tensor x) { x.slice(0, 1, 4).slice(1, 0, 2).zero_(); },
+      [](at::Tensor x) { x.slice(0, 1, 5).t().add_(1); },
+      [](at::Tensor x) { x.select(0, 3).copy_(x.select(0, 0)); },
+      [](at::Tensor x) { x.select(1, 2).mul_(2); },
+      [](at::Tensor x) { x.slice(0, 1, 5).select(0, 2).relu_(); },
+      [](at::Tensor x) { x.select(0, 4).slice(0, 1, 2).fill_(9); },
+      [](at::Tensor x) { x.diagonal().fill_(5); },
+      [](at::Tensor x) { x.view({-1}).slice(0, 3, 7).neg_(); },
+      [](at::Tensor x) { x.narrow(0, 3, 3).copy_(x.narrow(0, 0, 3)); },
+  };
+  return all;
+}
+
+TEST(Writes, ThroughViewsOfCutDims) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4}, {2, 2}}) {
+    run(4, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+      for (size_t i = 0; i < writes().size(); ++i) {
+        for (const Placements& placements : all_placements(mesh.ndim(), 2, true)) {
+          at::Tensor plain = numbers({6, 4}), x = distribute_tensor(plain, mesh, placements);
+          writes()[i](x);
+          writes()[i](plain);
+          EXPECT_EQ(DTensor(x).placements(), placements);
+          EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain))
+              << "write " << i << ' ' << placements << '\n'
+              << DTensor(x).full_tensor() << plain;
+        }
+      }
+    });
+  }
+}
+
+/// Of operators that return several views; autograd does not take such writes.
+TEST(Writes, ThroughSeveralViews) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const Placements& placements : all_placements(1, 2, true)) {
+      at::Tensor plain = numbers({6, 4}), x = distribute_tensor(plain, mesh, placements);
+      for (const at::Tensor& each : {x, plain}) {
+        each.split(2, 0)[1].add_(10);
+        each.unbind(1)[0].add_(20);
+        each.unbind(0)[2].mul_(3);
+      }
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
+    }
+  });
+}
+
+TEST(Writes, ThroughViewsUnderAutograd) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4}, {2, 2}}) {
+    for (const Write& write : writes()) {
+      compare_all(
+          [&](const Tensors& x) {
+            at::Tensor y = x[0] * 2;
+            write(y);
+            return y * y;
+          },
+          {numbers({6, 4})}, shape, true, 20);
+    }
+  }
+}
+
+TEST(Writes, InPlaceViews) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    for (const Placements& placements : all_placements(2, 3, true)) {
+      for (const auto& change : std::vector<Write>{
+               [](at::Tensor x) { x.squeeze_(1); }, [](at::Tensor x) { x.unsqueeze_(0); },
+               [](at::Tensor x) { x.transpose_(0, 2); }, [](at::Tensor x) { x.squeeze_(); },
+               [](at::Tensor x) { x.squeeze_(1).t_(); }, [](at::Tensor x) { x.swapaxes_(0, 1); }}) {
+        at::Tensor plain = numbers({5, 1, 4}), x = distribute_tensor(plain, mesh, placements);
+        change(plain);
+        change(x);
+        ASSERT_EQ(x.sizes(), plain.sizes());
+        EXPECT_EQ(DTensor(x).spec().shape(), plain.sizes());
+        EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
+      }
+    }
+    at::Tensor leaf = distribute_tensor(numbers({5, 1}), mesh, {Shard(0), Replicate()}).requires_grad_();
+    at::Tensor y = leaf * 2;
+    y.squeeze_(1);
+    (y * y).sum().backward();
+    EXPECT_TRUE(at::equal(DTensor(leaf.grad()).full_tensor(), numbers({5, 1}) * 8));
+  });
+}
+
+TEST(Writes, InPlaceAndOut) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4}, {2, 2}}) {
+    run(4, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+      const std::vector<std::function<void(at::Tensor&, const at::Tensor&)>> calls{
+          [](at::Tensor& x, const at::Tensor& y) { x.add_(y, 2); },
+          [](at::Tensor& x, const at::Tensor& y) { x.mul_(y); },
+          [](at::Tensor& x, const at::Tensor& y) { x.copy_(y); },
+          [](at::Tensor& x, const at::Tensor& y) { x.lerp_(y, 0.5); },
+          [](at::Tensor& x, const at::Tensor&) { x.relu_().cumsum_(0); },
+          [](at::Tensor& x, const at::Tensor& y) { x.addcmul_(y, y); },
+          [](at::Tensor& x, const at::Tensor& y) { at::add_out(x, y, y); },
+          [](at::Tensor& x, const at::Tensor& y) { at::mul_out(x, y, y); },
+          [](at::Tensor& x, const at::Tensor& y) { at::mean_out(x, y.unsqueeze(0), at::IntArrayRef{0}); },
+          [](at::Tensor& x, const at::Tensor& y) { at::clamp_out(x, y, 0, 2); },
+          [](at::Tensor& x, const at::Tensor& y) { x.masked_fill_(y > 0, 3); },
+          [](at::Tensor& x, const at::Tensor& y) { x.zero_().sub_(y); },
+      };
+      for (size_t i = 0; i < calls.size(); ++i) {
+        for (const Placements& of_x : all_placements(mesh.ndim(), 2, true)) {
+          for (const Placements& of_y : all_placements(mesh.ndim(), 2, true)) {
+            at::Tensor plain = numbers({5, 4});
+            at::Tensor x = distribute_tensor(plain, mesh, of_x, std::nullopt);
+            const at::Tensor other = numbers({5, 4}, 2);
+            calls[i](x, distribute_tensor(other, mesh, of_y, std::nullopt));
+            calls[i](plain, other);
+            EXPECT_EQ(DTensor(x).placements(), of_x);
+            EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << "call " << i << ' ' << of_x << of_y;
+          }
+        }
+      }
+    });
+  }
+}
+
+/// Different on one rank only: all must know.
+TEST(Writes, EqualIsGlobal) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor a = numbers({8, 2});
+    at::Tensor b = a.clone();
+    b[7][1] += 1;
+    EXPECT_FALSE(at::equal(distribute_tensor(a, mesh, {Shard(0)}), distribute_tensor(b, mesh, {Shard(0)})));
+    EXPECT_TRUE(at::equal(distribute_tensor(a, mesh, {Shard(0)}), distribute_tensor(a, mesh, {Shard(1)})));
+  });
+}
+
+at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& factors) { return x * factors.unsqueeze(1); }
+
+TEST(RegisterSharding, AddsAndReplaces) {
+  static auto& definition =
+      *new torch::Library(torch::Library::FRAGMENT, "tessera_rules_test", std::nullopt, __FILE__, __LINE__);
+  definition.def("scale_rows(Tensor x, Tensor factors) -> Tensor");
+  static auto& implementation = *new torch::Library(torch::Library::IMPL, "tessera_rules_test",
+                                                    c10::DispatchKey::CPU, __FILE__, __LINE__);
+  implementation.impl("scale_rows", scale_rows);
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("tessera_rules_test::scale_rows", "")
+                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  const at::Tensor x = numbers({5, 4}), factors = numbers({5}, 1);
+  auto placement_of_result = [&](bool by_rule) {
+    Placements result;
+    run(4, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+      const uint64_t before = fallback_counts()["tessera_rules_test::scale_rows"];
+      const DTensor y(op.call(distribute_tensor(x, mesh, {Shard(0)}, std::nullopt),
+                              distribute_tensor(factors, mesh, {Replicate()}, std::nullopt)));
+      EXPECT_TRUE(at::equal(y.full_tensor(), scale_rows(x, factors)));
+      EXPECT_EQ(fallback_counts()["tessera_rules_test::scale_rows"] > before, !by_rule);
+      if (get_rank() == 0) result = y.placements();
+    });
+    return result;
+  };
+  EXPECT_EQ(placement_of_result(false), Placements{Replicate()});
+  rules::register_sharding("tessera_rules_test::scale_rows",
+                           rules::explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
+  EXPECT_EQ(placement_of_result(true), Placements{Shard(0)});
+  rules::register_sharding("tessera_rules_test::scale_rows",
+                           rules::explicit_rows({{{Shard(1), Replicate()}, {Shard(1)}}}));
+  EXPECT_EQ(placement_of_result(true), Placements{Shard(1)});
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,129 @@
+#include "tests/support/compare.h"
+
+#include <tessera/comm/run.h>
+
+#include <sstream>
+
+namespace tessera::testing {
+
+namespace {
+
+std::string words(const std::vector<Placements>& placements) {
+  std::ostringstream out;
+  for (const Placements& list : placements) out << list << ' ';
+  return out.str();
+}
+
+}  // namespace
+
+at::Tensor numbers(at::IntArrayRef shape, int64_t seed) {
+  const int64_t count = c10::multiply_integers(shape);
+  return (at::remainder(at::arange(count, at::kLong) * 7 + seed, 11) - 5).to(at::kFloat).view(shape);
+}
+
+std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool partial) {
+  std::vector<Placement> choices{Replicate()};
+  for (int64_t dim = 0; dim < ndim; ++dim) choices.push_back(Shard(dim));
+  if (partial) choices.push_back(Partial());
+  std::vector<Placements> lists{{}};
+  for (int64_t i = 0; i < mesh_ndim; ++i) {
+    std::vector<Placements> longer;
+    for (const Placements& list : lists) {
+      for (const Placement& choice : choices) {
+        longer.push_back(list);
+        longer.back().push_back(choice);
+      }
+    }
+    lists = std::move(longer);
+  }
+  return lists;
+}
+
+void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  EXPECT_TRUE(at::allclose(actual, expected, 1e-4, 1e-4, /*equal_nan=*/true)) << what << "\nactual:\n"
+                                                                              << actual << "\nexpected:\n"
+                                                                              << expected;
+}
+
+void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,
+             const std::vector<Placements>& placements) {
+  const std::string what = words(placements) + mesh.str();
+  Tensors plain, distributed;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const bool differentiable = inputs[i].is_floating_point();
+    plain.push_back(inputs[i].clone().requires_grad_(differentiable));
+    distributed.push_back(distribute_tensor(inputs[i].clone().requires_grad_(differentiable), mesh,
+                                            placements[i], std::nullopt));
+    ASSERT_TRUE(distributed.back().is_leaf());
+  }
+  const at::Tensor expected = function(plain);
+  const at::Tensor actual = function(distributed);
+  ASSERT_TRUE(DTensor::is_dtensor(actual)) << what;
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  ASSERT_EQ(actual.scalar_type(), expected.scalar_type()) << what;
+  expect_close(DTensor(actual).full_tensor(), expected.detach(), what);
+  // Formulas of autograd choose by strides: ranks that saw different ones would call different collectives.
+  const at::Tensor strides = at::tensor(actual.strides());
+  const DTensor of_first = distribute_tensor(strides, mesh, Placements(mesh.ndim(), Replicate()));
+  EXPECT_TRUE(at::equal(of_first.to_local(), strides)) << what;
+
+  ASSERT_EQ(actual.requires_grad(), expected.requires_grad()) << what;
+  if (!expected.requires_grad()) return;
+  const at::Tensor weights = numbers(expected.sizes(), 3);
+  (expected * weights).sum().backward();
+  (actual * distribute_tensor(weights, mesh, Placements(mesh.ndim(), Replicate()), std::nullopt))
+      .sum()
+      .backward();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    ASSERT_EQ(plain[i].grad().defined(), distributed[i].grad().defined()) << what;
+    if (!plain[i].grad().defined()) continue;
+    ASSERT_TRUE(DTensor::is_dtensor(distributed[i].grad())) << what;
+    expect_close(DTensor(distributed[i].grad()).full_tensor(), plain[i].grad(),
+                 "gradient " + std::to_string(i) + " of " + what);
+  }
+}
+
+void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRef mesh_shape, bool partial,
+                 size_t limit) {
+  const std::vector<int64_t> shape = mesh_shape.vec();
+  run(c10::multiply_integers(mesh_shape), [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+    std::vector<std::vector<Placements>> combinations{{}};
+    for (const at::Tensor& input : inputs) {
+      std::vector<std::vector<Placements>> longer;
+      for (const auto& combination : combinations) {
+        // A sum of truth values is none.
+        const bool sums = partial && input.scalar_type() != at::kBool;
+        for (const Placements& list : all_placements(mesh.ndim(), input.dim(), sums)) {
+          longer.push_back(combination);
+          longer.back().push_back(list);
+        }
+      }
+      combinations = std::move(longer);
+    }
+    const size_t step = (combinations.size() + limit - 1) / limit;
+    for (size_t i = 0; i < combinations.size(); i += step) compare(function, inputs, mesh, combinations[i]);
+  });
+}
+
+void expect_no_communication(const Function& function, const Tensors& inputs,
+                             const std::vector<Placement>& placements, const Placement& result,
+                             bool gradients) {
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    Tensors distributed;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      distributed.push_back(distribute_tensor(inputs[i], mesh, {placements[i]}, std::nullopt));
+      if (gradients && inputs[i].is_floating_point()) distributed.back().requires_grad_();
+    }
+    const ImplicitCommunicationGuard none(ImplicitCommunication::forbidden);
+    const DTensor actual(function(distributed));
+    EXPECT_EQ(actual.placements(), Placements{result});
+    if (!gradients) return;
+    const Placement of_gradient = result.is_partial() ? Replicate() : result;
+    actual.backward(distribute_tensor(numbers(actual.sizes()), mesh, {of_gradient}, std::nullopt));
+  });
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <tessera/dtensor/dtensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+/// Computations on distributed tensors against the same on one device.
+namespace tessera::testing {
+
+using Tensors = std::vector<at::Tensor>;
+using Function = std::function<at::Tensor(const Tensors&)>;
+
+/// The same numbers on every rank: small whole ones, so that sums are exact in any order.
+at::Tensor numbers(at::IntArrayRef shape, int64_t seed = 0);
+
+/// All lists of placements, one for each of `mesh_ndim` mesh dims, of a tensor of `ndim` dims.
+std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool partial);
+
+void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what);
+
+/// `function` of inputs placed so, and the gradients of a weighted sum of its result, against plain tensors.
+/// Gradients of inputs that are not of floating type are not looked at.
+void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,
+             const std::vector<Placements>& placements);
+
+/// Over all placements of all inputs, or, if there are more than `limit`, over that many of them.
+void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRef mesh_shape,
+                 bool partial = true, size_t limit = 1000);
+
+/// `function` of inputs placed so, on a mesh of one dim and 4 ranks, moves nothing between them, nor do its
+/// gradients if asked for; and its result is placed so.
+void expect_no_communication(const Function& function, const Tensors& inputs,
+                             const std::vector<Placement>& placements, const Placement& result,
+                             bool gradients = false);
+
+}  // namespace tessera::testing

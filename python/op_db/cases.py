@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+# Before the database, which keeps functions of torch that importing it changes.
+from tessera import Partial, Placement, Replicate, Shard  # isort: skip
+
 import torch
 from torch.nn.modules import linear_cross_entropy
 from torch.testing._internal import common_methods_invocations
@@ -19,8 +22,6 @@ from torch.testing._internal.common_device_type import toleranceOverride
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import DecorateInfo, OpInfo, SampleInput
 from torch.utils import _pytree as pytree
-
-from tessera import Partial, Placement, Replicate, Shard
 
 MESHES = ((4,), (2, 2))
 
@@ -40,6 +41,9 @@ for attribute in vars(linear_cross_entropy).values():
             # Before Python 3.12 its lock is held while the value is computed, and ranks that are threads would wait for each other.
             cached.lock = contextlib.nullcontext()
 
+#: In float32 even one device is far from right, so that there is nothing to compare with.
+ILL_CONDITIONED = {"logcumsumexp"}
+
 #: What can be held as a sum. Smaller floats cannot be added.
 SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
@@ -55,6 +59,8 @@ OPS = {name_of(op): op for op in op_db}
 
 def dtype_of(op: OpInfo) -> torch.dtype | None:
     """float32, or else the first that the operator supports on the CPU, or None."""
+    if name_of(op) in ILL_CONDITIONED:
+        return torch.float64
     supported = op.supported_dtypes("cpu")
     preferred = (torch.float32, torch.complex64, torch.int64, torch.bool)
     return next((dtype for dtype in preferred if dtype in supported), next(iter(sorted(supported, key=str)), None))

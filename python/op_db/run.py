@@ -53,9 +53,10 @@ class Row:
         sample, mesh, layout = cases.case_parts(outcome.case)
         column = column_name(cases.MESHES[mesh], outcome.what.endswith("gradient"))
         kind = outcome.kind
-        if kind == "refused" and self.op in exceptions.MAY_REFUSE:
+        reason = exceptions.MAY_REFUSE.get((self.op, outcome.what.removesuffix(" gradient")))
+        if kind == "refused" and reason is not None:
             kind = "right"
-            self.note = exceptions.MAY_REFUSE[self.op]
+            self.note = f"may be refused {outcome.what}: {reason}"
         counts = self.counts.setdefault(column, {})
         counts[kind] = counts.get(kind, 0) + 1
         if kind != "right":

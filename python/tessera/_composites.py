@@ -18,11 +18,11 @@ _CONSTANTS = {_aten.arange, _aten.lift_fresh, _aten.ones, _aten.zeros}
 _RANDOM = {_aten.rand, _aten.randn}
 
 
-class _Replicating(TorchDispatchMode):
+class _Replicating(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What is made while it lasts is the same on all ranks of the mesh: random numbers are those of its first."""
 
     def __init__(self, mesh: _C.DeviceMesh) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.masked
+from torch.nn.modules import linear_cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera import _C
@@ -14,7 +15,7 @@ from tessera._api import distribute_tensor
 
 _aten = torch.ops.aten
 #: lift_fresh is what torch.tensor ends with.
-_CONSTANTS = {_aten.arange, _aten.lift_fresh, _aten.ones, _aten.zeros}
+_CONSTANTS = {_aten.arange, _aten.empty, _aten.lift_fresh, _aten.ones, _aten.zeros}
 _RANDOM = {_aten.rand, _aten.randn}
 
 
@@ -62,6 +63,7 @@ _FUNCTIONS: list[tuple[str, list[ModuleType]]] = [
     ("mean", [torch.masked._ops, torch.masked]),
     ("_std_var", [torch.masked._ops]),
     ("_unravel_index", [torch.functional]),
+    ("_linear_cross_entropy_batch_chunked_accumulator", [linear_cross_entropy]),
 ]
 
 

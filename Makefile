@@ -4,7 +4,7 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
@@ -12,6 +12,7 @@ help:
 	@echo 'make python-test  build, then run the tests of the Python package alone'
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
+	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make lint      check formatting, scripts and the order of the layers'
@@ -59,6 +60,9 @@ validate: build
 wheel:
 	@scripts/setup >/dev/null
 	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
+
+op-db: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
 bench: build
 	@$(BUILD)/bench/bench_placement

@@ -20,7 +20,7 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # noqa: F401  its libraries must be loaded before ours
 
-from tessera import _patches, experimental
+from tessera import _composites, _patches, experimental
 from tessera._C import (
     DeviceMesh,
     Partial,
@@ -63,4 +63,5 @@ __all__ = [
     "zeros",
 ]
 
+_composites.install()
 _patches.install()

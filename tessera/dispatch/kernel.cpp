@@ -106,6 +106,7 @@ class Kernel final : public c10::OperatorKernel {
                                               : schema_.name() + "." + schema_.overload_name()),
         is_random_(op.hasTag(at::Tag::nondeterministic_seeded)),
         is_pointwise_(op.hasTag(at::Tag::pointwise)),
+        is_composite_(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)),
         reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
         reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")) {
     for (const c10::Argument& argument : schema_.arguments()) {
@@ -208,6 +209,7 @@ class Kernel final : public c10::OperatorKernel {
   const std::string name_;
   const bool is_random_;
   const bool is_pointwise_;
+  const bool is_composite_;
   const bool reshapes_in_place_;
   const bool reallocates_;
   bool has_out_ = false;
@@ -241,6 +243,8 @@ class OperatorCall {
     const at::AutoDispatchBelowADInplaceOrView below;
     if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
       return run_functional();
+    if (kernel_.is_composite_) [[unlikely]]
+      return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     collect();
     if (!with_dims_.empty()) [[unlikely]]
       replicate_plain();
@@ -605,6 +609,14 @@ class OperatorCall {
       impl->take(*DTensorImpl::of(result));
       return;
     }
+    if (!impl && implicit_replication()) {
+      const Spec& spec = DTensorImpl::of(result)->spec();
+      const at::Tensor whole = execute(plan(spec, spec.with_placements(replicated(spec.mesh()))),
+                                       DTensorImpl::of(result)->local());
+      if (target.sizes() != whole.sizes()) target.resize_(whole.sizes());
+      target.copy_(whole);
+      return;
+    }
     TESSERA_CHECK_VALUE(
         impl, kernel_.name_, ": argument '", name_of(position),
         "' is a plain tensor, but is to be written with a distributed one. Give it a distributed "
@@ -789,8 +801,14 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, c
   return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
 }
 
+bool has_out(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
+}
+
 /// At load: a kernel for every operator that does not decompose by itself, and for all that other libraries
 /// add later. (A fallback alone is not enough: libtorch's composite kernels would be preferred to it.)
+/// Composite operators with out= too: they write through plain tensors of their own.
 class Registration {
  public:
   Registration() {
@@ -801,7 +819,7 @@ class Registration {
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findOp(name);
       if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key) ||
-          op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+          (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !has_out(*op))) {
         continue;
       }
       handles_.push_back(dispatcher.registerImpl(

@@ -1,0 +1,278 @@
+"""Runs cases on ranks that are threads, and tells what came of each."""
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import tessera
+from tessera import DTensor, Replicate
+
+import cases
+from cases import Inputs, Layout, Reference
+
+RANKS = 4
+
+#: What can come of a check, the better first.
+KINDS = ("right", "refused", "wrong", "crashed", "hung")
+
+
+@dataclass
+class Case:
+    """One sample on one mesh in one layout, called in all the ways there are."""
+
+    number: int
+    mesh: tuple[int, ...]
+    layout: Layout
+    inputs: Inputs
+    references: list[Reference]
+
+
+@dataclass
+class Outcome:
+    case: int
+    what: str  # "function", "in-place", "out", and each with " gradient"
+    kind: str
+    message: str = ""
+
+
+class Wrong(Exception):
+    """The operator gave something else than on one device."""
+
+
+@dataclass
+class Tolerance:
+    rtol: float
+    atol: float
+
+    def wider(self) -> "Tolerance":
+        return Tolerance(self.rtol * 10, self.atol * 10)
+
+
+def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bool) -> None:
+    if not isinstance(expected, torch.Tensor):
+        if type(got) is not type(expected):
+            raise Wrong(f"{name} is {type(got).__name__}, not {type(expected).__name__}")
+        is_close = got == expected or (isinstance(got, float) and (math.isclose(got, expected, rel_tol=1e-4) or (got != got and expected != expected)))
+        if values and not is_close:
+            raise Wrong(f"{name} is {got}, not {expected}")
+        return
+    if not isinstance(got, torch.Tensor):
+        raise Wrong(f"{name} is {type(got).__name__}, not a tensor")
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        raise Wrong(f"{name} is {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}")
+    if not values or cases.same_values(got, expected):
+        return
+    if expected.dtype == torch.complex32:
+        got, expected = got.to(torch.complex64), expected.to(torch.complex64)
+    finite = expected[torch.isfinite(expected)].abs() if expected.is_floating_point() or expected.is_complex() else expected[:0]
+    scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
+    try:
+        torch.testing.assert_close(got, expected, rtol=tolerance.rtol, atol=tolerance.atol * scale, equal_nan=True)
+    except AssertionError as error:
+        lines = [line for line in str(error).splitlines() if line and "not close" not in line and "not equal" not in line]
+        raise Wrong(f"{name}: {'; '.join(lines)}") from None
+
+
+def place(tensor: torch.Tensor, mesh: tessera.DeviceMesh, placements: tuple[tessera.Placement, ...], seed: int) -> torch.Tensor:
+    """This rank's part of the tensor, as a distributed one with memory of its own."""
+    addend, addends = 0, 1
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            addend = addend * mesh.size(dim) + mesh.get_local_rank(dim)
+            addends *= mesh.size(dim)
+    part = cases.local_part(tensor, addend, addends, seed)
+    cut = [Replicate() if placement.is_partial() else placement for placement in placements]
+    result = tessera.distribute_tensor(part, mesh, cut, src_data_rank=None)
+    if addends == 1:
+        return result
+    return DTensor.from_local(result.to_local(), mesh, placements, shape=tensor.shape, stride=result.stride())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+
+
+class Ranks:
+    """What the ranks of one run share: a board on which each writes what it found, and reads what the others did."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(RANKS)
+        self._board: dict[int, Any] = {}
+
+    def exchange(self, rank: int, value: Any) -> dict[int, Any]:
+        """What each rank gave. All of them must call it."""
+        self._board[rank] = value
+        self._barrier.wait()
+        board = dict(self._board)
+        self._barrier.wait()
+        return board
+
+    def agree(self, rank: int, kind: str, message: str, random: list[Any] | None) -> tuple[str, str, bool]:
+        """(kind, message, whether the ranks are in step with each other still). `random`: results to be the same on all of them."""
+        board = self.exchange(rank, (kind, message, random))
+        kinds = {found for found, _, _ in board.values()}
+        if kinds == {"right"}:
+            is_same = all(map(cases.same_values, board[0][2] or [], random or []))
+            return self.agree(rank, "right" if is_same else "wrong", "random results differ between ranks", None) if random else ("right", "", True)
+        if kinds <= {"right", "wrong"}:
+            first = next(r for r in range(RANKS) if board[r][0] == "wrong")
+            return "wrong", board[first][1], True
+        raised = {r: text for r, (found, text, _) in sorted(board.items()) if found == "refused"}
+        if len(raised) == RANKS and not any(is_of_peer(text) for text in raised.values()):
+            return "refused", raised[0], True
+        own = {r: text for r, text in raised.items() if not is_of_peer(text)}
+        if not own:
+            return "hung", f"the ranks wait for each other: {next(iter(raised.values()))}", False
+        return "wrong", f"on ranks {sorted(own)} alone: {next(iter(own.values()))}", False
+
+
+def is_of_peer(text: str) -> bool:
+    return "cannot complete" in text
+
+
+class Rank:
+    def __init__(self, tolerance: Tolerance, ranks: Ranks, gradients: bool, begin: Callable[[int], None], report: Callable[[Outcome], None], tell: Callable[[Exception], None]) -> None:
+        self._rank = tessera.get_rank()
+        self._tell = tell
+        self._tolerance = tolerance
+        self._ranks = ranks
+        self._gradients = gradients
+        self._begin = begin
+        self._report = report
+        self._meshes = {mesh: tessera.init_device_mesh("cpu", mesh) for mesh in cases.MESHES}
+
+    def run(self, todo: list[Case]) -> int:
+        """How many of the cases were run: all, or up to the one in which the ranks fell out of step."""
+        for count, case in enumerate(todo, 1):
+            if self._rank == 0:
+                self._begin(case.number)
+            for reference in case.references:
+                if not self._way(case, reference):
+                    return count
+        return len(todo)
+
+    def _way(self, case: Case, reference: Reference) -> bool:
+        state: dict[str, Any] = {}
+        kind, in_step = self._step(case, reference.way, lambda: self._forward(case, reference, state), state)
+        if not in_step or not (reference.grad_of and self._gradients):
+            return in_step
+        what = f"{reference.way} gradient"
+        if "result" not in state:
+            if self._rank == 0:
+                self._report(Outcome(case.number, what, kind, "as forward"))
+            return True
+        return self._step(case, what, lambda: self._backward(case, reference, state), {})[1]
+
+    def _step(self, case: Case, what: str, action: Callable[[], None], state: dict[str, Any]) -> tuple[str, bool]:
+        kind, message = "right", ""
+        try:
+            action()
+        except Wrong as error:
+            kind, message = "wrong", str(error)
+        except Exception as error:
+            self._tell(error)
+            kind, message = "refused", f"{type(error).__name__}: {first_line(error)}"
+        kind, message, in_step = self._ranks.agree(self._rank, kind, message, state.get("random"))
+        if self._rank == 0:
+            self._report(Outcome(case.number, what, kind, message))
+        return kind, in_step
+
+    def _placed(self, case: Case, grad: bool) -> list[torch.Tensor]:
+        mesh = self._meshes[case.mesh]
+        return [
+            place(tensor, mesh, placements, case.number * 100 + index).requires_grad_(grad and wanted)
+            for index, (tensor, placements, wanted) in enumerate(zip(case.inputs.tensors, case.layout, case.inputs.requires_grad))
+        ]
+
+    def _out(self, case: Case, reference: Reference) -> list[torch.Tensor]:
+        if reference.way != "out":
+            return []
+        layouts = cases.layouts_of("out", case.number, reference.leaves, case.mesh, 1)
+        layout = layouts[cases.REPLICATED] if case.number % cases.LAYOUTS == cases.REPLICATED else list(layouts.values())[-1]
+        layout = tuple(tuple(Replicate() if p.is_partial() else p for p in placements) for placements in layout)
+        return [place(torch.zeros_like(leaf), self._meshes[case.mesh], placements, 0) for leaf, placements in zip(reference.leaves, layout)]
+
+    def _forward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
+        tensors = self._placed(case, grad=reference.way != "out")
+        before = [cases.copy_of(tensor.to_local().detach()) for tensor in tensors]
+        result = reference.call(tensors, self._out(case, reference))
+        state.update(result=result, tensors=tensors)
+        leaves, structure = pytree.tree_flatten(result)
+        is_plain = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves]
+        got = [whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # Of a sum the addends may change, as long as they add up to the same.
+        partial = [index for index, placements in enumerate(case.layout) if any(placement.is_partial() for placement in placements)]
+        afterwards = {index: whole(tensors[index]) for index in {*reference.written, *partial}}
+        if reference.is_random:
+            state["random"] = got
+        if len(leaves) != len(reference.leaves):
+            raise Wrong(f"{len(leaves)} results ({structure}), not {len(reference.leaves)} ({reference.structure})")
+        if any(is_plain):
+            raise Wrong(f"result {is_plain.index(True)} is a plain tensor")
+        compares_values = reference.has_values and not reference.is_random
+        for index, (leaf, expected) in enumerate(zip(got, reference.leaves)):
+            compare(f"result {index}" if len(got) > 1 else "result", leaf, expected, self._tolerance, compares_values)
+        for index, expected in reference.written.items():
+            compare(f"input {index} afterwards", afterwards[index], expected, self._tolerance, compares_values)
+        for index, (tensor, local) in enumerate(zip(tensors, before)):
+            now, then = (afterwards[index], case.inputs.tensors[index]) if index in afterwards else (tensor.to_local().detach(), local)
+            if index not in reference.written and not cases.same_values(now, then):
+                raise Wrong(f"input {index} was changed")
+
+    def _backward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
+        mesh = self._meshes[case.mesh]
+        through = cases.differentiable_leaves(reference.process(state["result"]))
+        if len(through) != len(reference.cotangents):
+            raise Wrong(f"{len(through)} results have gradients, not {len(reference.cotangents)}")
+        inputs = [state["tensors"][index] for index in reference.grad_of]
+        cotangents = []
+        for index, (leaf, cotangent) in enumerate(zip(through, reference.cotangents)):
+            placements = leaf.placements if isinstance(leaf, DTensor) else ()  # type: ignore[attr-defined]
+            if case.number % 2 == 0 or any(placement.is_partial() for placement in placements):
+                placements = tuple(Replicate() for _ in case.mesh)
+            shaped = cotangent if leaf.shape == cotangent.shape else torch.ones(leaf.shape, dtype=leaf.dtype)
+            cotangents.append(place(shaped, mesh, placements, index) if isinstance(leaf, DTensor) else shaped)
+        gradients = torch.autograd.grad(through, inputs, cotangents, allow_unused=True)
+        got = [None if gradient is None else whole(gradient) for gradient in gradients]
+        for index, (gradient, expected) in enumerate(zip(got, reference.gradients)):
+            name = f"gradient of input {reference.grad_of[index]}"
+            if gradient is None and expected is not None and not expected.any():
+                continue  # none is zero
+            if expected is None and gradient is not None and not gradient.any():
+                continue
+            compare(name, gradient, expected, self._tolerance.wider(), reference.has_values and not reference.is_random)
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def run_cases(
+    todo: list[Case],
+    tolerance: tuple[float, float],
+    gradients: bool,
+    timeout: float,
+    begin: Callable[[int], None],
+    report: Callable[[Outcome], None],
+    tell: Callable[[Exception], None] = lambda error: None,
+) -> None:
+    """Runs the cases, telling `begin` the number of each as it begins, `report` what came of each way of calling, and `tell` what
+    was raised on any rank."""
+    while todo:
+        ranks = Ranks()
+
+        def main() -> int:
+            return Rank(Tolerance(*tolerance), ranks, gradients, begin, report, tell).run(todo)
+
+        try:
+            done = tessera.run(RANKS, main, timeout=timeout, threads_per_rank=1)[0]
+        except Exception as error:  # of the harness itself, or of what it uses: never to be taken for the operator's
+            report(Outcome(todo[0].number, "harness", "wrong", f"{type(error).__name__}: {first_line(error)}"))
+            return
+        todo = todo[done:]

@@ -1,0 +1,199 @@
+"""Operators that once were refused or wrong, each against one device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
+
+import tessera
+from tessera import Replicate, Shard
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_everywhere(function: Function, tensor: torch.Tensor, partial: bool = True) -> None:
+    """It gives on every placement what it gives on one device."""
+    expected = function(tensor)
+    for mesh in meshes():
+        for placements in placements_of(tensor, mesh, partial):
+            distributed = tessera.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            assert_whole(function(distributed.redistribute(placements=placements)), expected)
+
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.masked.mean(x, dim=0),
+        lambda x: torch.masked.var(x, dim=1),
+        lambda x: torch.masked.std(x, dim=0, keepdim=True),
+    ],
+)
+@on_ranks()
+def test_masked_reductions_count_what_they_reduce(function: Function) -> None:
+    check_everywhere(function, values(5, 3))
+
+
+@on_ranks()
+def test_unravel_index() -> None:
+    check_everywhere(lambda x: torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([0, 11, 5, 7, 3]), partial=False)
+
+
+@on_ranks()
+def test_bags_of_equal_size() -> None:
+    weight, index = values(5, 3), torch.tensor([[0, 4], [2, 2], [1, 3]])
+    expected = torch.nn.functional.embedding_bag(index, weight)
+    for mesh in meshes():
+        indices = tessera.distribute_tensor(index, mesh, [Shard(0)] * mesh.ndim)
+        for placements in placements_of(weight, mesh, partial=False):
+            assert_whole(torch.nn.functional.embedding_bag(indices, tessera.distribute_tensor(weight, mesh, placements)), expected)
+
+
+@on_ranks()
+def test_fractional_pooling_draws_the_same_on_all_ranks() -> None:
+    image = values(2, 3, 9, 9)
+    for mesh in meshes():
+        x = tessera.distribute_tensor(image, mesh, [Shard(0)] * mesh.ndim)
+        pooled, indices = torch.nn.functional.fractional_max_pool2d(x, 2, output_size=4, return_indices=True)
+        whole = indices.full_tensor()
+        assert whole.shape == (2, 3, 4, 4)
+        assert_whole(pooled, image.flatten(2).gather(2, whole.flatten(2)).reshape(2, 3, 4, 4))
+        first = tessera.distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim)
+        assert torch.equal(first.full_tensor(), whole)
+
+
+@on_ranks()
+def test_low_rank_approximations() -> None:
+    matrix = values(9, 2) @ values(2, 6, seed=1)
+    for mesh in meshes():
+        u, s, v = torch.svd_lowrank(tessera.distribute_tensor(matrix, mesh, [Shard(0)] * mesh.ndim), q=2)
+        assert_whole(u @ torch.diag(s) @ v.T, matrix, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_was_replaced_is_still_compiled_by_torchscript() -> None:
+    script = torch.jit.script(torch.nn.EmbeddingBag(5, 3))
+    assert script(torch.tensor([[0, 1]])).shape == (1, 3)
+    pool = torch.jit.script(torch.nn.FractionalMaxPool2d(2, output_size=2))
+    assert pool(torch.rand(1, 1, 4, 4)).shape == (1, 1, 2, 2)
+
+
+@on_ranks()
+def test_reshape_of_transposed_tensors() -> None:
+    check_everywhere(lambda x: x.transpose(-1, -2).reshape(10, 4), values(5, 4, 2))
+    check_everywhere(lambda x: x.transpose(0, 1).reshape(-1), values(5, 3))
+    check_everywhere(lambda x: x.transpose(-1, -2).expand(2, 5, 3).reshape(10, 3), values(1, 3, 5))
+
+
+@on_ranks()
+def test_reshape_in_inference_mode() -> None:
+    with torch.inference_mode():
+        check_everywhere(lambda x: x.transpose(-1, -2).reshape(10, 4), values(5, 4, 2))
+
+
+@on_ranks()
+def test_products_of_batches_of_unequal_dims() -> None:
+    other = values(4, 4, 5, 2, seed=1)
+    expected = values(4, 3, 2) @ other.mT
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(4, 3, 2), mesh, [Shard(0)] * mesh.ndim)
+        for placements in placements_of(other, mesh, partial=False):
+            assert_whole(x @ tessera.distribute_tensor(other, mesh, placements).mT, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.combinations(x[:, 0], 2),
+        lambda x: torch.quantile(x, 0.3, dim=0),
+        lambda x: torch.quantile(x, 0.3),
+        lambda x: torch.linalg.matrix_power(x[:3], 0),
+        lambda x: torch.linalg.matrix_power(x[:3], 3),
+        lambda x: torch.linalg.matrix_rank(x),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None] + 1, x[None], is_causal=True),
+    ],
+)
+@on_ranks()
+def test_composites_with_constants(function: Function) -> None:
+    check_everywhere(function, values(5, 3))
+
+
+@on_ranks()
+def test_composites_still_refuse_plain_tensors_of_the_caller() -> None:
+    x = tessera.distribute_tensor(values(1, 5, 3), meshes()[0], [Shard(1)])
+    with pytest.raises(ValueError, match="plain tensor"):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=values(5, 5))
+
+
+@on_ranks()
+def test_one_hot() -> None:
+    index = torch.tensor([[0, 4], [2, 2], [1, 3]])
+    check_everywhere(torch.nn.functional.one_hot, index, partial=False)
+    check_everywhere(lambda x: torch.nn.functional.one_hot(x, 7), index, partial=False)
+    distributed = tessera.distribute_tensor(index, meshes()[0], [Shard(0)])
+    with pytest.raises(RuntimeError, match="from 0 to 4, but must be from 0 to 3"):
+        torch.nn.functional.one_hot(distributed, 4)
+
+
+@pytest.mark.parametrize("split", [torch.tensor(3), torch.tensor([1, 4])])
+@on_ranks()
+def test_tensor_split_by_a_tensor(split: torch.Tensor) -> None:
+    tensor = values(5, 3)
+    for mesh in meshes():
+        replicated = tessera.distribute_tensor(split, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+        for placements in placements_of(tensor, mesh, partial=False):
+            parts = torch.tensor_split(tessera.distribute_tensor(tensor, mesh, placements), replicated)
+            for part, expected in zip(parts, torch.tensor_split(tensor, split), strict=True):
+                assert_whole(part, expected)
+
+
+@pytest.mark.parametrize("function", [torch.trace, torch.linalg.matrix_exp, lambda x: torch.linalg.matrix_exp(x).pow(2)])
+@on_ranks()
+def test_gradients_that_begin_with_zeros(function: Function) -> None:
+    tensor = values(5, 5) / 4
+    plain = tensor.clone().requires_grad_()
+    function(plain).sum().backward()
+    assert plain.grad is not None
+    for mesh in meshes():
+        for placements in placements_of(tensor, mesh, partial=False):
+            x = tessera.distribute_tensor(tensor, mesh, placements).requires_grad_()
+            function(x).sum().backward()
+            assert_whole(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.linalg.inv,
+        torch.linalg.det,
+        torch.linalg.svdvals,
+        lambda x, out: torch.matmul(x, x, out=out),
+        lambda x, out: torch.kron(x, x, out=out),
+        lambda x, out: torch.msort(x, out=out),
+        lambda x, out: torch._C._nn.log_sigmoid(x, out=out),
+    ],
+)
+@on_ranks()
+def test_out_of_composites(function: Callable[..., torch.Tensor]) -> None:
+    tensor = values(3, 3)
+    expected = function(tensor, out=torch.empty(0))
+    for mesh in meshes():
+        for placements in placements_of(tensor, mesh):
+            x = tessera.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            for target in placements_of(expected, mesh, partial=False):
+                out = tessera.distribute_tensor(torch.zeros_like(expected), mesh, target, src_data_rank=None)
+                function(x.redistribute(placements=placements), out=out)
+                assert out.placements == target
+                assert_whole(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks()
+def test_ctc_loss_with_lengths_in_tensors() -> None:
+    log_probs, targets = values(7, 2, 4).log_softmax(-1), torch.tensor([[1, 2, 3], [3, 1, 1]])
+    lengths = torch.tensor([7, 6]), torch.tensor([3, 2])
+    expected = torch.nn.functional.ctc_loss(log_probs, targets, *lengths)
+    for mesh in meshes():
+        whole = [tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) for each in (targets, *lengths)]
+        for placements in placements_of(log_probs, mesh, partial=False):
+            assert_whole(torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *whole), expected)

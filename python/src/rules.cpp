@@ -1,4 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch/register.h>
 #include <tessera/error.h>
 #include <tessera/rules/rule.h>
 
@@ -119,7 +120,7 @@ void register_rule(const std::string& name, const std::string& overload, const p
     }
     return proposal;
   };
-  rules::register_sharding(overload.empty() ? name : name + "." + overload, std::move(rule));
+  tessera::register_sharding(overload.empty() ? name : name + "." + overload, std::move(rule));
 }
 
 }  // namespace

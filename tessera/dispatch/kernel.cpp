@@ -2,6 +2,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
+#include <tessera/dispatch/register.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/overlap.h>
@@ -832,7 +833,26 @@ class Registration {
     aten_.impl("cummaxmin_backward", cummaxmin_backward);
   }
 
+  /// Operators that were registered after us may have kernels that would be preferred to our fallback.
+  void cover(const std::string& name) {
+    const size_t dot = name.find('.');
+    const auto op = c10::Dispatcher::singleton().findSchema(
+        {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+    TESSERA_CHECK_VALUE(op, "register_sharding: there is no operator \"", name,
+                        "\"; expected a name as in \"aten::sum.dim_IntList\".");
+    TESSERA_CHECK_VALUE(!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+                        "register_sharding: ", name,
+                        " is composed of other operators; register rules for those.");
+    const std::lock_guard lock(mutex_);
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse3)) return;
+    handles_.push_back(c10::Dispatcher::singleton().registerImpl(
+        op->operator_name(), c10::DispatchKey::PrivateUse3,
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt, nullptr,
+        "tessera"));
+  }
+
  private:
+  std::mutex mutex_;
   std::vector<c10::RegistrationHandleRAII> handles_;
   torch::Library all_{torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse3, __FILE__, __LINE__};
   torch::Library aten_{torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse3, __FILE__,
@@ -840,9 +860,14 @@ class Registration {
 };
 
 /// Never undone: tensors in static variables may outlive any order of destruction.
-[[maybe_unused]] const Registration& registration = *new Registration;
+Registration& registration = *new Registration;
 
 }  // namespace
+
+void register_sharding(const std::string& op, rules::Rule rule) {
+  registration.cover(op);
+  rules::add_rule(op, std::move(rule));
+}
 
 std::map<std::string, uint64_t> fallback_counts() {
   const std::lock_guard lock(Kernel::all_mutex());

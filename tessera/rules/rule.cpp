@@ -109,7 +109,7 @@ const Rule* find_rule(const std::string& op, bool is_pointwise) {
   return is_pointwise ? &pointwise : nullptr;
 }
 
-void register_sharding(const std::string& op, Rule rule) { Registry::instance().set(op, std::move(rule)); }
+void add_rule(const std::string& op, Rule rule) { Registry::instance().set(op, std::move(rule)); }
 
 Rule explicit_rows(std::vector<Row> rows) {
   return {"given rows", [rows = std::move(rows)](const Call& call) -> std::optional<Proposal> {

@@ -125,13 +125,8 @@ struct Rule {
 /// libtorch says that each element of the result depends on the corresponding elements of the inputs only.
 TESSERA_API const Rule* find_rule(const std::string& op, bool is_pointwise);
 
-/// Adds or replaces the rule of an operator, which may be another library's. For calls from now on, on all
-/// threads; all ranks must do so alike.
-///
-///   register_sharding("mine::scale_rows(Tensor x, Tensor factors) -> Tensor" is cut along rows:
-///   register_sharding("mine::scale_rows", {"ij,i->ij", rows_of("ij,i->ij")});
-///   register_sharding("mine::scale_rows", explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
-TESSERA_API void register_sharding(const std::string& op, Rule rule);
+/// Adds or replaces the rule of an operator. Users call `tessera::register_sharding` (dispatch/register.h).
+TESSERA_API void add_rule(const std::string& op, Rule rule);
 
 /// A rule that always proposes these rows.
 TESSERA_API Rule explicit_rows(std::vector<Row> rows);

@@ -63,6 +63,8 @@ struct Row {
   int64_t divisor = 0;
   /// Each rank must hold one range of what is cut: no strided shards.
   bool ranges = false;
+  /// Partial() stands for any partial placement, the same for all that are.
+  bool any_partial = false;
   bool operator==(const Row&) const = default;
 };
 
@@ -119,6 +121,8 @@ struct Rule {
   std::vector<std::string> reads = {};
   /// The operator works on lists, item by item: the rule is for what each item is about.
   bool itemwise = false;
+  /// The operator may draw random numbers, but not in calls for which the rule proposes something.
+  bool draws_nothing = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

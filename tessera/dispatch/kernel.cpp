@@ -445,7 +445,8 @@ class OperatorCall {
   }
 
   void check_plain(size_t position, const at::Tensor& tensor) const {
-    if (!kernel_.written_[position] && may_be_plain(tensor)) [[likely]]
+    // Lists with holes are indices, which Python makes of lists of numbers, as in x[[0, 2]].
+    if (!kernel_.written_[position] && (may_be_plain(tensor) || kernel_.has_holes_[position])) [[likely]]
       return;
     TESSERA_CHECK_VALUE(false, kernel_.name_, ": argument '", name_of(position),
                         "' is a plain tensor of shape ", tensor.sizes(), " among distributed ones",

@@ -17,8 +17,8 @@ from cases import Inputs, Layout, Reference
 
 RANKS = 4
 
-#: What can come of a check, the better first.
-KINDS = ("right", "refused", "wrong", "crashed", "hung")
+#: What can come of a check, the better first. excepted: refused, as exceptions.py says it may be.
+KINDS = ("right", "excepted", "refused", "wrong", "crashed", "hung")
 
 
 @dataclass

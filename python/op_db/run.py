@@ -55,11 +55,11 @@ class Row:
         kind = outcome.kind
         reason = exceptions.MAY_REFUSE.get((self.op, outcome.what.removesuffix(" gradient")))
         if kind == "refused" and reason is not None:
-            kind = "right"
+            kind = "excepted"
             self.note = f"may be refused {outcome.what}: {reason}"
         counts = self.counts.setdefault(column, {})
         counts[kind] = counts.get(kind, 0) + 1
-        if kind != "right":
+        if kind not in ("right", "excepted"):
             self.failures.append({**asdict(outcome), "sample": sample, "mesh": cases.MESHES[mesh]})
 
     def worst(self, column: str | None = None) -> str:
@@ -67,6 +67,14 @@ class Row:
         columns = self.counts.values() if column is None else [self.counts.get(column, {})]
         kinds = {kind for counts in columns for kind in counts}
         return max(kinds, key=KINDS.index, default="")
+
+
+def why_nothing(name: str) -> str:
+    """Why an operator has no cases."""
+    if cases.dtype_of(cases.OPS[name]) is None:
+        return "not for the CPU"
+    has_tensors = any(cases.Inputs(sample).tensors for _, sample in cases.samples_of(cases.OPS[name], None))
+    return "one device cannot do it either" if has_tensors else "it takes no tensor"
 
 
 def column_name(mesh: tuple[int, ...], gradient: bool) -> str:
@@ -150,7 +158,7 @@ class Worker:
                     row.note = "harness: " + message.strip().splitlines()[-1]
                     print(message, file=sys.stderr)
                 elif not message and not row.counts:
-                    row.note = row.note or "no sample has a tensor, or one device cannot do it"
+                    row.note = row.note or why_nothing(row.op)
                 return self._finish()
         except (EOFError, ConnectionResetError):
             return self._died("crashed", f"exit code {self._stop()}")

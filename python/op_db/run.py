@@ -72,7 +72,7 @@ class Row:
 def why_nothing(name: str) -> str:
     """Why an operator has no cases."""
     if cases.dtype_of(cases.OPS[name]) is None:
-        return "not for the CPU"
+        return "not on the CPU, or not of this dtype"
     has_tensors = any(cases.Inputs(sample).tensors for _, sample in cases.samples_of(cases.OPS[name], None))
     return "one device cannot do it either" if has_tensors else "it takes no tensor"
 
@@ -279,7 +279,8 @@ def write_table(path: Path, rows: list[Row], options: Options) -> None:
 
 def write_json(path: Path, rows: list[Row], options: Options) -> None:
     def again(row: Row, failure: dict[str, Any]) -> dict[str, Any]:
-        return {**failure, "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}"}
+        dtype = f" --dtype {str(cases.only_dtype).removeprefix('torch.')}" if cases.only_dtype else ""
+        return {**failure, "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}{dtype}"}
 
     found = [{**asdict(row), "worst": row.worst(), "failures": [again(row, failure) for failure in row.failures]} for row in rows]
     path.write_text(json.dumps({"totals": totals_of(rows, options), "ops": found}, indent=1))
@@ -313,6 +314,7 @@ def main() -> int:
     parser.add_argument("--op", action="append", metavar="GLOB", help="operators to try; may be given several times")
     parser.add_argument("--case", type=int, help="try this case of the one operator given, here and now")
     parser.add_argument("--mesh", action="append", choices=["4", "2,2"], help="meshes to try (both)")
+    parser.add_argument("--dtype", help="dtype of the samples, as in int64 (float32 where the operator supports it)")
     parser.add_argument("--samples", type=int, default=8, help="samples of each operator (8)")
     parser.add_argument("--mixes", type=int, default=3, help="random layouts of each sample (3)")
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
@@ -322,6 +324,8 @@ def main() -> int:
     parser.add_argument("--output", default="build/op_db", help="where to write .md and .json (build/op_db)")
     parser.add_argument("--quiet", action="store_true", help="print the totals alone")
     arguments = parser.parse_args()
+    if arguments.dtype is not None:
+        cases.only_dtype = getattr(torch, arguments.dtype)
     meshes = [tuple(map(int, mesh.split(","))) for mesh in arguments.mesh or ("4", "2,2")]
     options = Options(arguments.samples, arguments.mixes, meshes, not arguments.forward_only, arguments.timeout)
     names = [name for name in cases.OPS if any(fnmatch.fnmatchcase(name, glob) for glob in arguments.op or ["*"])]

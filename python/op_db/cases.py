@@ -209,7 +209,8 @@ def references(op: OpInfo, sample: SampleInput, inputs: Inputs, gradients: bool)
             return list(out)
 
         found = reference("out", op, sample, inputs, into_out, leaves, False)
-        if found is not None:
+        # What one device writes is not always what it returns; then there is nothing to compare with.
+        if found is not None and (found.is_random or not found.has_values or all(map(same_values, found.leaves, leaves))):
             yield found
 
 

@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 
 MESHES = ((4,), (2, 2))
 
-#: Numbers of the layouts of a sample: all replicated; 1 + d: dim d sharded; all partial; the rest: random mixes.
-REPLICATED, PARTIAL, FIRST_MIX, LAYOUTS = 0, 7, 8, 16
+#: Numbers of the layouts of a sample: all replicated; 1 + d: dim d sharded; all partial sums; the rest: random mixes, the later ones
+#: of them also of other reductions than sums.
+REPLICATED, PARTIAL, FIRST_MIX, FIRST_REDUCED, LAYOUTS = 0, 7, 8, 10, 16
 
 #: What they return was never written, so there are no values to compare.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
@@ -276,8 +277,10 @@ def layouts_of(op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tup
             return tuple(Replicate() for _ in dims)
         return tuple(Shard((dim + i) % tensor.dim()) for i in dims)
 
-    def mixed(tensor: torch.Tensor, partial: bool, generator: random.Random) -> tuple[Placement, ...]:
-        choices: list[Placement] = [Replicate()] + [Shard(dim) for dim in range(tensor.dim())] * 2 + [Partial()] * partial
+    def mixed(tensor: torch.Tensor, partial: bool, reduced: bool, generator: random.Random) -> tuple[Placement, ...]:
+        reductions = ["sum", "avg", "product", *(["max", "min"] if tensor.is_floating_point() else [])] if reduced else ["sum"]
+        partials: list[Placement] = [Partial(generator.choice(reductions))] * (partial + (partial and reduced))
+        choices = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()) for _ in range(2)), *partials]
         return tuple(generator.choice(choices) for _ in dims)
 
     found: dict[int, Layout] = {REPLICATED: tuple(tuple(Replicate() for _ in dims) for _ in tensors)}
@@ -286,7 +289,8 @@ def layouts_of(op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tup
     found[PARTIAL] = tuple(tuple(Partial() if partial else Replicate() for _ in dims) for partial in can_be_partial)
     for mix in range(mixes):
         generator = random.Random(f"{op_name} {sample} {mesh} {mix}")
-        found[FIRST_MIX + mix] = tuple(mixed(tensor, partial, generator) for tensor, partial in zip(tensors, can_be_partial))
+        reduced = FIRST_MIX + mix >= FIRST_REDUCED
+        found[FIRST_MIX + mix] = tuple(mixed(tensor, partial, reduced, generator) for tensor, partial in zip(tensors, can_be_partial))
     return {number: layout for number, layout in found.items() if layout not in itertools.islice(found.values(), list(found).index(number))}
 
 
@@ -299,20 +303,28 @@ def case_parts(number: int) -> tuple[int, int, int]:
     return number // LAYOUTS // len(MESHES), number // LAYOUTS % len(MESHES), number % LAYOUTS
 
 
-def local_part(tensor: torch.Tensor, addend: int, addends: int, seed: int) -> torch.Tensor:
-    """What one of several holds of a sum: all of them add up to `tensor` exactly, in any order.
+def local_part(tensor: torch.Tensor, part: int, parts: int, reduction: str, seed: int) -> torch.Tensor:
+    """What one of several holds of a value that is yet to be reduced: exactly `tensor`, whatever the order.
 
-    At each place one has twice the value and another its negative, so that no operator that takes them for whole values can
-    be right by chance.
+    Of a sum, one has twice the value at each place, and another its negative, so that no operator that takes them for whole
+    values can be right by chance. Others likewise.
     """
-    if addends == 1:
+    if parts == 1:
         return copy_of(tensor)
     generator = torch.Generator().manual_seed(seed)
-    twice = torch.randint(addends, tensor.shape, generator=generator)
-    minus = (twice + torch.randint(1, addends, tensor.shape, generator=generator)) % addends
-    limit = torch.finfo(tensor.dtype).max / 4
-    doubled, negated = (tensor * 2, -tensor)
-    is_safe = tensor.abs() < limit
-    zero = torch.zeros_like(tensor)
-    part = torch.where(twice == addend, torch.where(is_safe, doubled, tensor), torch.where((minus == addend) & is_safe, negated, zero))
-    return copy_of(tensor).copy_(part)
+    first = torch.randint(parts, tensor.shape, generator=generator) - part
+    second = (first + torch.randint(1, parts, tensor.shape, generator=generator)) % parts
+    one, none = torch.ones_like(tensor), torch.zeros_like(tensor)
+    values = {  # of the first, of the second, of the others
+        "sum": (tensor * 2, -tensor, none),
+        "avg": (tensor * 2 * parts, -tensor * parts, none),
+        "product": (tensor * 2, one / 2, one),
+        "max": (tensor, tensor - tensor.abs() - 1, tensor - 1),
+        "min": (tensor, tensor + tensor.abs() + 1, tensor + 1),
+    }[reduction]
+    # Where twice the value is infinite, the first has it all.
+    rest = {"sum": none, "avg": none, "product": one, "max": tensor, "min": tensor}[reduction]
+    whole = tensor * parts if reduction == "avg" else tensor
+    is_safe = tensor.abs() < torch.finfo(tensor.dtype).max / 16
+    safe = torch.where(first == 0, values[0], torch.where(second == 0, values[1], values[2]))
+    return copy_of(tensor).copy_(torch.where(is_safe, safe, torch.where(first == 0, whole, rest)))

@@ -316,7 +316,7 @@ def main() -> int:
     parser.add_argument("--mesh", action="append", choices=["4", "2,2"], help="meshes to try (both)")
     parser.add_argument("--dtype", help="dtype of the samples, as in int64 (float32 where the operator supports it)")
     parser.add_argument("--samples", type=int, default=8, help="samples of each operator (8)")
-    parser.add_argument("--mixes", type=int, default=3, help="random layouts of each sample (3)")
+    parser.add_argument("--mixes", type=int, default=4, help="random layouts of each sample (4)")
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
     parser.add_argument("--workers", type=int, default=2, help="processes at once (2)")
     parser.add_argument("--limit", type=float, default=120, help="seconds an operator may take; half of it for one case (120)")

@@ -4,12 +4,13 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test op-db python-check wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
 	@echo 'make test      build, then run all tests, and a program against the installed package'
 	@echo 'make python-test  build, then run the tests of the Python package alone'
+	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
@@ -51,6 +52,10 @@ python-check:
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
 	@.venv/bin/python -m mypy
 	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
+
+validate: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
+	@echo 'The table is in $(BUILD)/validate.md.'
 
 wheel:
 	@scripts/setup >/dev/null

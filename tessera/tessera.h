@@ -9,6 +9,7 @@
 #include <tessera/comm/world.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/guards.h>
+#include <tessera/dispatch/register.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/placement/chunk.h>

@@ -44,4 +44,5 @@ PYBIND11_MODULE(_C, module) {
   bind_worlds(module);
   bind_meshes(module);
   bind_dtensors(module);
+  bind_rules(module);
 }

@@ -2,5 +2,6 @@
 
 from tessera._guards import implicit_replication
 from tessera._local_map import local_map
+from tessera._sharding import TensorSpec, register_sharding
 
-__all__ = ["implicit_replication", "local_map"]
+__all__ = ["TensorSpec", "implicit_replication", "local_map", "register_sharding"]

@@ -26,7 +26,7 @@ def on_ranks(world_size: int = 4) -> Callable[[Callable[..., None]], Callable[..
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The same numbers on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
 
 
 def meshes() -> list[tessera.DeviceMesh]:

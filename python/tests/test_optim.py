@@ -58,7 +58,7 @@ def test_optimisers(name, way):
         for weights, b in ((plain, plain_bias), (distributed, bias)):
             step(kind([*weights, *([] if b is None else [b])], **options, **extra), weights, b, 5)
         for ours, theirs in zip(distributed, plain):
-            tolerance = 0.05 if name == "Muon" else 2e-3  # Muon computes in bfloat16
+            tolerance = 0.2 if name == "Muon" else 2e-3  # Muon computes in bfloat16
             assert_whole(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance / 20)
         if bias is not None:
             assert_whole(bias.detach(), plain_bias.detach(), rtol=2e-3, atol=1e-4)

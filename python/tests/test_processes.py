@@ -11,14 +11,18 @@ import pytest
 WORKER = pathlib.Path(__file__).with_name("process_worker.py")
 
 
-def launch(world_size: int, what: str, **environment: str) -> list[str]:
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return str(free.getsockname()[1])
+
+
+def launch(world_size: int, what: str) -> list[str]:
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), what],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -39,6 +43,12 @@ def launch(world_size: int, what: str, **environment: str) -> list[str]:
 def test_two_processes(what):
     for output in launch(2, what):
         assert output.strip().endswith("done")
+
+
+def test_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", free_port(), str(WORKER), "initialise"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout
 
 
 def test_four_processes():

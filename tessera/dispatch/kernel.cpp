@@ -2,6 +2,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
+#include <tessera/dispatch/register.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/overlap.h>
@@ -160,7 +161,8 @@ class Kernel final : public c10::OperatorKernel {
     auto result = std::make_unique<Resolved>();
     result->version = rules::registry_version();
     // Replicas must get the same random numbers, so these are drawn once for all.
-    result->rule = is_random_ ? nullptr : rules::find_rule(name_, is_pointwise_);
+    result->rule = rules::find_rule(name_, is_pointwise_);
+    if (is_random_ && result->rule && !result->rule->draws_nothing) result->rule = nullptr;
     for (const c10::Argument& argument : schema_.arguments()) {
       result->reads.push_back(result->rule &&
                               std::find(result->rule->reads.begin(), result->rule->reads.end(),
@@ -228,6 +230,24 @@ class Kernel final : public c10::OperatorKernel {
   mutable std::optional<c10::OperatorHandle> functional_;
 };
 
+/// While it lives, operators are called as parts of another one, whose name users know.
+class Part {
+ public:
+  explicit Part(const std::string& whole) : previous_(whole_) {
+    if (!whole_) whole_ = &whole;
+  }
+  ~Part() { whole_ = previous_; }
+  Part(const Part&) = delete;
+  Part& operator=(const Part&) = delete;
+
+  /// Null if they are not.
+  static const std::string* whole() { return whole_; }
+
+ private:
+  inline static thread_local const std::string* whole_ = nullptr;
+  const std::string* previous_;
+};
+
 /// One call of one operator on distributed tensors.
 class OperatorCall {
  public:
@@ -257,9 +277,10 @@ class OperatorCall {
       recipes.insert(key_, recipe_);
     }
     const rules::Decision& decision = recipe_->decision;
-    if (decision.decompose || decision.local.compute) [[unlikely]] {
+    if (decision.decompose || decision.has_local) [[unlikely]] {
       if (decision.decompose || writes()) {
         restore();
+        const Part part(kernel_.name_);
         return writes() ? run_functional() : replace(decision.decompose);
       }
       if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
@@ -521,7 +542,7 @@ class OperatorCall {
     call.readable = &resolved_.rule->reads;
     auto decision = rules::choose(*resolved_.rule, call, returned);
     // To compute otherwise and to write the result needs an operator that returns it.
-    if (decision && (decision->decompose || decision->local.compute) && writes() && !kernel_.functional())
+    if (decision && (decision->decompose || decision->has_local) && writes() && !kernel_.functional())
       return std::nullopt;
     return decision;
   }
@@ -550,7 +571,7 @@ class OperatorCall {
 
   void report(const std::string& problem) const {
     const std::string what =
-        c10::str(kernel_.name_, ": ", problem,
+        c10::str(Part::whole() ? *Part::whole() + ", by " : "", kernel_.name_, ": ", problem,
                  ". Do it with redistribute() before the call, or choose placements that need none.");
     TESSERA_CHECK(implicit_communication() != ImplicitCommunication::forbidden, what);
     TORCH_WARN(what);
@@ -677,7 +698,7 @@ class OperatorCall {
   at::Tensor wrapped(at::Tensor local, size_t index) {
     const size_t number = next_output_++;
     if (!local.defined()) return local;
-    if (kernel_.is_random_) same_on_all_ranks(local);
+    if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
     const Spec& spec = output_spec(local, number);
     at::Tensor result = make_dtensor(std::move(local), spec);
     if (kernel_.is_view_[index]) set_origin(result, number);
@@ -723,7 +744,8 @@ class OperatorCall {
   void set_origin(const at::Tensor& view, size_t number) {
     const Argument& base = arguments_[0];
     const rules::Local& local = recipe_->decision.local;
-    const bool shares = recipe_->by_rule && !local.detached && !base.moved;
+    const bool shares = recipe_->by_rule && !local.detached && !base.moved &&
+                        DTensorImpl::of(view)->local().is_alias_of(base.impl().local());
     if (shares && !base.impl().origin()) [[likely]]
       return;
     DTensorImpl::Origin origin{base.tensor, {}};
@@ -833,7 +855,26 @@ class Registration {
     aten_.impl("cummaxmin_backward", cummaxmin_backward);
   }
 
+  /// Operators that were registered after us may have kernels that would be preferred to our fallback.
+  void cover(const std::string& name) {
+    const size_t dot = name.find('.');
+    const auto op = c10::Dispatcher::singleton().findSchema(
+        {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+    TESSERA_CHECK_VALUE(op, "register_sharding: there is no operator \"", name,
+                        "\"; expected a name as in \"aten::sum.dim_IntList\".");
+    TESSERA_CHECK_VALUE(!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+                        "register_sharding: ", name,
+                        " is composed of other operators; register rules for those.");
+    const std::lock_guard lock(mutex_);
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse3)) return;
+    handles_.push_back(c10::Dispatcher::singleton().registerImpl(
+        op->operator_name(), c10::DispatchKey::PrivateUse3,
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt, nullptr,
+        "tessera"));
+  }
+
  private:
+  std::mutex mutex_;
   std::vector<c10::RegistrationHandleRAII> handles_;
   torch::Library all_{torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse3, __FILE__, __LINE__};
   torch::Library aten_{torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse3, __FILE__,
@@ -841,9 +882,14 @@ class Registration {
 };
 
 /// Never undone: tensors in static variables may outlive any order of destruction.
-[[maybe_unused]] const Registration& registration = *new Registration;
+Registration& registration = *new Registration;
 
 }  // namespace
+
+void register_sharding(const std::string& op, rules::Rule rule) {
+  registration.cover(op);
+  rules::add_rule(op, std::move(rule));
+}
 
 std::map<std::string, uint64_t> fallback_counts() {
   const std::lock_guard lock(Kernel::all_mutex());

@@ -20,7 +20,8 @@ double price(const Placement& from, const Placement& to, int64_t n) {
   const double share = (parts - 1) / parts;
   if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work
   if (from.is_partial()) return to.is_replicate() ? 2 * share : to.is_partial() ? 2 * share : share;
-  return to.is_replicate() ? share : to.is_partial() ? 0.02 : share / parts;
+  // A shard as a partial sum moves nothing now, but each rank has to hold, and later to reduce, all of it.
+  return to.is_shard_like() ? share / parts : share;
 }
 
 double bytes_of(const Spec& spec) {
@@ -28,9 +29,16 @@ double bytes_of(const Spec& spec) {
          static_cast<double>(c10::elementSize(spec.dtype()));
 }
 
-Placement strided(const Placement& placement, int64_t split) {
-  return placement.is_shard() && split > 1 ? StridedShard(placement.dim(), split) : placement;
-}
+/// What a row leaves open: how cuts are strided, and which partial placement is meant.
+struct Variant {
+  int64_t split = 1;
+  std::optional<Placement> partial = {};
+
+  Placement operator()(const Placement& placement) const {
+    if (placement.is_shard() && split > 1) return StridedShard(placement.dim(), split);
+    return placement.is_partial() && partial ? *partial : placement;
+  }
+};
 
 /// Whether a tensor may be partial so besides what it is on other mesh dims.
 bool agree(const Placements& chosen, const Placement& next) {
@@ -74,6 +82,7 @@ class Choice {
     for (const size_t i : c10::irange(count)) {
       decision.outputs.push_back({mesh_, output(i), order_, result(i)});
     }
+    decision.has_local = static_cast<bool>(proposal_.localize);
     if (proposal_.localize) decision.local = proposal_.localize(chosen(decision));
     return decision;
   }
@@ -85,53 +94,61 @@ class Choice {
   }
 
   void choose(size_t m) {
-    std::vector<int64_t> splits{1};
+    std::vector<Variant> splits, partials;
     for (const Spec& spec : call_.tensors) {
       const Placement& now = spec.placement(m);
-      if (now.is_strided_shard() && std::find(splits.begin(), splits.end(), now.split()) == splits.end())
-        splits.push_back(now.split());
+      if (now.is_strided_shard() && std::none_of(splits.begin(), splits.end(), [&](const Variant& known) {
+            return known.split == now.split();
+          }))
+        splits.push_back({now.split()});
+      if (now.is_partial() && std::none_of(partials.begin(), partials.end(),
+                                           [&](const Variant& known) { return known.partial == now; }))
+        partials.push_back({1, now});
     }
     const int64_t n = mesh_.shape()[m];
     const Row* best = &whole_;
-    int64_t best_split = 1;
+    Variant best_variant;
     double lowest = kImpossible;
+    auto consider = [&](const Row& row, const Variant& variant) {
+      const double cost = cost_of(row, variant, m, lowest);
+      if (cost >= lowest) return;
+      lowest = cost;
+      best = &row;
+      best_variant = variant;
+    };
     for (const size_t r : c10::irange(proposal_.rows.size())) {
       const Row& row = proposal_.rows[r];
       if (row.divisor && row.divisor % (parts_[r] * n) != 0) continue;
-      for (const int64_t split : splits) {
-        if (split > 1 && (row.divisor || row.ranges)) continue;
-        const double cost = cost_of(row, split, m, lowest);
-        if (cost >= lowest) continue;
-        lowest = cost;
-        best = &row;
-        best_split = split;
+      if (row.any_partial) {
+        for (const Variant& variant : partials) consider(row, variant);
+        continue;
       }
+      consider(row, {});
+      if (row.divisor || row.ranges) continue;
+      for (const Variant& variant : splits) consider(row, variant);
     }
-    if (cost_of(whole_, 1, m, lowest) < lowest) best = &whole_;
-    for (const size_t i : c10::irange(inputs_.size()))
-      inputs_[i].push_back(strided(best->inputs[i], best_split));
-    for (const size_t i : c10::irange(outputs_.size())) {
-      outputs_[i].push_back(strided(output(*best, i), best_split));
-    }
+    consider(whole_, {});
+    for (const size_t i : c10::irange(inputs_.size())) inputs_[i].push_back(best_variant(best->inputs[i]));
+    for (const size_t i : c10::irange(outputs_.size())) outputs_[i].push_back(best_variant(best->outputs[i]));
     if (best != &whole_) parts_[best - proposal_.rows.data()] *= n;
   }
 
-  double cost_of(const Row& row, int64_t split, size_t m, double limit) const {
+  double cost_of(const Row& row, const Variant& variant, size_t m, double limit) const {
     const int64_t n = mesh_.shape()[m];
     double cost = 0;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Placement& now = call_.tensors[i].placement(m);
-      const Placement then = strided(row.inputs[i], split);
+      const Placement then = variant(row.inputs[i]);
       if (!agree(inputs_[i], then)) return kImpossible;
       cost += bytes_of(call_.tensors[i]) * price(now, then, n);
       if (call_.written[i]) {
-        const Placement after = returned_[i] < 0 ? then : strided(output(row, returned_[i]), split);
+        const Placement after = returned_[i] < 0 ? then : variant(output(row, returned_[i]));
         cost += bytes_of(call_.tensors[i]) * price(after, now, n);
       }
       if (cost >= limit) return cost;
     }
     for (const size_t i : c10::irange(row.outputs.size())) {
-      if (!agree(outputs_[i], row.outputs[i])) return kImpossible;
+      if (!agree(outputs_[i], variant(row.outputs[i]))) return kImpossible;
     }
     return cost;
   }
@@ -202,9 +219,9 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
     const uint32_t position = call.positions[i];
     const auto& type = call.schema->arguments()[position].type();
     if (type->kind() != c10::TypeKind::ListType) {
-      if (!call.tensors[i].is_replicated()) return std::nullopt;
-      decision.inputs[i] = call.tensors[i];
       if (call.written[i]) return std::nullopt;
+      const Spec& shared = call.tensors[i];
+      decision.inputs[i] = shared.with_placements(Placements(shared.mesh().ndim(), Replicate()));
       ++i;
       continue;
     }
@@ -225,8 +242,7 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
     }
     const std::vector<int64_t> returned(item.size(), -1);
     auto decided = choose_one(rule, part, returned);
-    if (!decided || decided->decompose || decided->local.compute || !decided->local.arguments.empty())
-      return std::nullopt;
+    if (!decided || decided->decompose || decided->has_local) return std::nullopt;
     for (const size_t k : c10::irange(item.size())) {
       decision.inputs[item[k]] = std::move(decided->inputs[k]);
       decision.written[item[k]] = std::move(decided->written[k]);

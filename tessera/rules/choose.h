@@ -21,6 +21,7 @@ struct Decision {
   };
   std::vector<Output> outputs;  // one alone is meant for all
   Local local = {};
+  bool has_local = false;  // on some rank, the operator with the same arguments is not what is computed
   Function decompose = {};
 };
 

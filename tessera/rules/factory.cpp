@@ -33,9 +33,8 @@ std::optional<Proposal> sized(const Call& call) {
     // Whatever the tensor is: its values do not matter.
     Proposal proposal;
     for (int64_t dim = 0; dim < spec.ndim(); ++dim) proposal.rows.push_back({{Shard(dim)}, {Replicate()}});
-    for (const ReduceOp op : kReduceOps) {
-      if (op != ReduceOp::norm) proposal.rows.push_back({{Partial(op)}, {Replicate()}});
-    }
+    proposal.rows.push_back({{Partial()}, {Replicate()}});
+    proposal.rows.back().any_partial = true;
     proposal.results = {{size, strided ? call.integers("stride") : Shape()}};
     if (strided && size.empty()) proposal.results[0].strides.clear();
     return proposal;

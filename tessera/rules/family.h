@@ -21,6 +21,19 @@ Table matmul_rules();
 Table reduce_rules();
 Table view_rules();
 Table factory_rules();
+Table normalize_rules();
+Table embedding_rules();
+Table loss_rules();
+Table join_rules();
+Table index_rules();
+Table sort_rules();
+Table spatial_rules();
+Table attention_rules();
+Table linalg_rules();
+Table list_rules();
+
+/// Norms over all dims or some; `order`: the name of the argument that is p.
+Rule norm_rule(const std::string& order);
 
 /// The rule of operators that libtorch calls pointwise.
 Rule any_pointwise();
@@ -62,6 +75,13 @@ Function composite();
 
 /// A local result for each position, from the global sizes of an output.
 std::function<Local(const Chosen&)> with_local_sizes(size_t position);
+
+/// Of indices into a dim of which this rank holds a range: where they point to in it, `other` for those that
+/// point elsewhere, and which these are. Throws if one is outside of the dim.
+struct Masked {
+  at::Tensor indices, elsewhere;
+  Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other);
+};
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".
 Proposal moved(Letters input, Letters output, Result result);

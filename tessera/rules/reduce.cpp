@@ -185,6 +185,8 @@ Rule product_rule() {
           {"dim", "keepdim"}};
 }
 
+}  // namespace
+
 Rule norm_rule(const std::string& order) {
   return {"reduced dims cut: P(norm p); P(max), P(min), P(sum) for infinite and zero p",
           [order](const Call& call) -> std::optional<Proposal> {
@@ -200,6 +202,8 @@ Rule norm_rule(const std::string& order) {
             const bool converts = call.position("dtype") && call.has("dtype");
             if (converts) return reduced(call, *reduction, std::nullopt);
             Proposal proposal = reduced(call, *reduction, contracted);
+            // A norm of norms.
+            if (contracted.is_partial(ReduceOp::norm)) proposal.rows.push_back({{contracted}, {contracted}});
             if (std::isinf(p) || p < 0) {
               proposal.localize = neutral_if_empty(reduction->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
             }
@@ -207,6 +211,8 @@ Rule norm_rule(const std::string& order) {
           },
           {order, "dim", "keepdim", "dtype"}};
 }
+
+namespace {
 
 /// The dim must be whole; results are like the input, or without the dim.
 Rule whole_dim(size_t results, bool reduces, bool linear = false) {

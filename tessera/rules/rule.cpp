@@ -38,7 +38,9 @@ class Registry {
 
  private:
   Registry() {
-    for (const auto& table : {pointwise_rules, matmul_rules, reduce_rules, view_rules, factory_rules}) {
+    for (const auto& table : {pointwise_rules, matmul_rules, reduce_rules, view_rules, factory_rules,
+                              normalize_rules, embedding_rules, loss_rules, join_rules, index_rules,
+                              sort_rules, spatial_rules, attention_rules, linalg_rules, list_rules}) {
       for (Entry& entry : table()) {
         const Rule* rule = keep(std::move(entry.rule));
         for (const std::string& op : entry.ops) {
@@ -109,7 +111,7 @@ const Rule* find_rule(const std::string& op, bool is_pointwise) {
   return is_pointwise ? &pointwise : nullptr;
 }
 
-void register_sharding(const std::string& op, Rule rule) { Registry::instance().set(op, std::move(rule)); }
+void add_rule(const std::string& op, Rule rule) { Registry::instance().set(op, std::move(rule)); }
 
 Rule explicit_rows(std::vector<Row> rows) {
   return {"given rows", [rows = std::move(rows)](const Call& call) -> std::optional<Proposal> {

@@ -63,6 +63,8 @@ struct Row {
   int64_t divisor = 0;
   /// Each rank must hold one range of what is cut: no strided shards.
   bool ranges = false;
+  /// Partial() stands for any partial placement, the same for all that are.
+  bool any_partial = false;
   bool operator==(const Row&) const = default;
 };
 
@@ -119,19 +121,16 @@ struct Rule {
   std::vector<std::string> reads = {};
   /// The operator works on lists, item by item: the rule is for what each item is about.
   bool itemwise = false;
+  /// The operator may draw random numbers, but not in calls for which the rule proposes something.
+  bool draws_nothing = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:
 /// libtorch says that each element of the result depends on the corresponding elements of the inputs only.
 TESSERA_API const Rule* find_rule(const std::string& op, bool is_pointwise);
 
-/// Adds or replaces the rule of an operator, which may be another library's. For calls from now on, on all
-/// threads; all ranks must do so alike.
-///
-///   register_sharding("mine::scale_rows(Tensor x, Tensor factors) -> Tensor" is cut along rows:
-///   register_sharding("mine::scale_rows", {"ij,i->ij", rows_of("ij,i->ij")});
-///   register_sharding("mine::scale_rows", explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
-TESSERA_API void register_sharding(const std::string& op, Rule rule);
+/// Adds or replaces the rule of an operator. Users call `tessera::register_sharding` (dispatch/register.h).
+TESSERA_API void add_rule(const std::string& op, Rule rule);
 
 /// A rule that always proposes these rows.
 TESSERA_API Rule explicit_rows(std::vector<Row> rows);

@@ -229,7 +229,18 @@ std::optional<Proposal> viewed(const Call& call) {
   Proposal proposal = moved(Letters(from.size(), kWhole), Letters(to.size(), kWhole), {to});
   if (const auto strides = at::detail::computeStride(from, spec.strides(), to))
     proposal.results[0].strides.assign(strides->begin(), strides->end());
-  proposal.localize = with_local_sizes(1);
+  proposal.localize = [](const Chosen& chosen) {
+    Local local{{{1, c10::IValue(chosen.outputs[0].local_shape().vec())}}};
+    // What a rank holds may lie in memory otherwise than strides say, so that it has to be copied.
+    local.compute = [shape = chosen.outputs[0].local_shape().vec()](const c10::OperatorHandle&,
+                                                                    Stack arguments) {
+      return Stack{arguments[0].toTensor().reshape(shape)};
+    };
+    local.write_back = [](const at::Tensor& base, const at::Tensor& view) {
+      base.copy_(view.view(base.sizes()));
+    };
+    return local;
+  };
   std::vector<Row> cuts;
   if (spec.numel() == 0) {
     if (from == c10::IntArrayRef(to)) {
@@ -375,6 +386,64 @@ std::optional<Proposal> as_strided(const Call& call) {
   return proposal;
 }
 
+/// Numbers as pairs of numbers, and back.
+std::optional<Proposal> as_real(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  View view(spec);
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    view.keep(spec, d);
+    view.strides.back() *= 2;
+  }
+  view.add(2, 1);
+  Einsum einsum{.inputs = {view.input}, .outputs = {view.output}, .linear = {{0}}};
+  return Proposal{rows(einsum), {{view.shape, view.strides}}};
+}
+std::optional<Proposal> as_complex(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  View view(spec);
+  for (int64_t d = 0; d + 1 < spec.ndim(); ++d) {
+    view.keep(spec, d);
+    view.strides.back() /= 2;
+  }
+  view.input[spec.ndim() - 1] = kWhole;
+  Einsum einsum{.inputs = {view.input}, .outputs = {view.output}, .linear = {{0}}};
+  return Proposal{rows(einsum), {{view.shape, view.strides}}};
+}
+
+/// What libtorch leaves to later as a mark on the tensor, collectives would not know of: done at once.
+std::optional<Proposal> physical(const Call& call, at::Tensor (*make)(const at::Tensor&)) {
+  const Spec& spec = call.tensors[0];
+  const Letters all = identity(spec.ndim());
+  Einsum einsum{.inputs = {all}, .outputs = {all}, .linear = {{0}}};
+  Proposal proposal{rows(einsum), {{spec.shape().vec(), dense_strides(spec)}}};
+  proposal.localize = [make](const Chosen&) {
+    Local local;
+    local.detached = true;
+    local.compute = [make](const c10::OperatorHandle&, Stack arguments) {
+      return Stack{make(arguments[0].toTensor())};
+    };
+    local.write_back = [make](const at::Tensor& base, const at::Tensor& view) { base.copy_(make(view)); };
+    return local;
+  };
+  return proposal;
+}
+
+/// A copy of the first, with the second written where a view of it shows.
+std::optional<Proposal> scattered(const Call&, at::Tensor (*view)(const at::Tensor&, const Stack&)) {
+  Proposal proposal;
+  proposal.decompose = [view](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor result = at::clone(arguments[0].toTensor());
+    view(result, arguments).copy_(arguments[1].toTensor());
+    return Stack{result};
+  };
+  return proposal;
+}
+
+std::optional<int64_t> optional_integer(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional(value.toInt());
+}
+
 /// The gradient of a view: zeros of the input's sizes, but for what the view shows.
 std::optional<Proposal> view_backward(const Call& call, const Shape& whole, bool dim_removed) {
   const Shape sizes = call.integers("input_sizes");
@@ -386,13 +455,32 @@ std::optional<Proposal> view_backward(const Call& call, const Shape& whole, bool
   }
   if (dim_removed && whole.size() == 2) input.push_back(kWhole);
   if (static_cast<int64_t>(input.size()) != call.tensors[0].ndim()) return std::nullopt;
-  Proposal proposal = moved(input, output, {sizes});
-  proposal.rows.erase(std::remove_if(proposal.rows.begin(), proposal.rows.end(),
-                                     [](const Row& row) {
-                                       return row.inputs[0].is_partial() && !is_linear(row.inputs[0].op());
-                                     }),
-                      proposal.rows.end());
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .contracted = std::nullopt, .linear = {{0}}};
+  Proposal proposal{rows(einsum), {{sizes}}};
   proposal.localize = with_local_sizes(1);
+  return proposal;
+}
+
+std::optional<Proposal> slice_backward(const Call& call) {
+  const Shape sizes = call.integers("input_sizes");
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  const int64_t dim = wrapped(call.integer("dim"), ndim);
+  auto proposal = view_backward(call, {dim}, false);
+  const auto slice = slice_of(call, sizes[dim], ndim);
+  if (!proposal || !slice) return std::nullopt;
+  proposal->rows.insert(proposal->rows.begin(), Row{{Shard(dim)}, {Shard(dim)}});
+  proposal->localize = [slice = *slice](const Chosen& chosen) {
+    const Spec &gradient = chosen.inputs[0], &result = chosen.outputs[0];
+    Local local{{{1, c10::IValue(result.local_shape().vec())}}};
+    if (mesh_dims_of(gradient, slice.dim).empty()) return local;
+    local.communicates = true;
+    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor(), whole = at::zeros(result.local_shape(), x.options());
+      exchange(whole, result, x, gradient, slice.dim, {{slice.start, slice.step, 0, 1, slice.count}});
+      return Stack{whole};
+    };
+    return local;
+  };
   return proposal;
 }
 
@@ -427,7 +515,8 @@ Table view_rules() {
       {{"slice.Tensor"},
        {"a range of a dim; if cut, what changes its rank is sent", sliced, {"dim", "start", "end", "step"}}},
       {{"expand"}, {"dims of size 1 repeated, dims added", expanded, {"size"}}},
-      {{"view", "_unsafe_view"}, {"dims split and joined, cut where even", viewed, {"size"}}},
+      {{"view", "_unsafe_view", "_reshape_alias"},
+       {"dims split and joined, cut where even", viewed, {"size"}}},
       {{"split.Tensor", "unsafe_split.Tensor"},
        {"ranges of a dim; if cut, by slice", split_evenly, {"split_size", "dim"}}},
       {{"split_with_sizes", "unsafe_split_with_sizes"},
@@ -437,6 +526,38 @@ Table view_rules() {
       {{"unfold"}, {"the dim whole", unfolded, {"dimension", "size", "step"}}},
       {{"as_strided"},
        {"as it is if it is that, else on replicas", as_strided, {"size", "stride", "storage_offset"}}},
+      {{"view_as_real"}, {"ab->ab.", as_real}},
+      {{"view_as_complex"}, {"ab.->ab", as_complex}},
+      {{"_conj"}, {"pointwise, linear", [](const Call& call) { return physical(call, at::_conj_physical); }}},
+      {{"_neg_view"}, {"pointwise, linear", [](const Call& call) { return physical(call, at::neg); }}},
+      {{"slice_scatter"},
+       {"by slice and copy_",
+        [](const Call& call) {
+          return scattered(call, [](const at::Tensor& base, const Stack& given) {
+            return base.slice(given[2].toInt(), optional_integer(given[3]), optional_integer(given[4]),
+                              given[5].toInt());
+          });
+        }}},
+      {{"select_scatter"},
+       {"by select and copy_",
+        [](const Call& call) {
+          return scattered(call, [](const at::Tensor& base, const Stack& given) {
+            return base.select(given[2].toInt(), given[3].toInt());
+          });
+        }}},
+      {{"as_strided_scatter"},
+       {"by as_strided and copy_",
+        [](const Call& call) {
+          return scattered(call, [](const at::Tensor& base, const Stack& given) {
+            return base.as_strided(given[2].toIntVector(), given[3].toIntVector(),
+                                   optional_integer(given[4]));
+          });
+        }}},
+      {{"rot90"},
+       {"by flip and transpose",
+        [](const Call&) {
+          return std::optional(Proposal{{}, {}, {}, composite()});
+        }}},
       {{"select_backward"},
        {"the dim whole",
         [](const Call& call) {
@@ -445,12 +566,9 @@ Table view_rules() {
         },
         {"input_sizes", "dim"}}},
       {{"slice_backward"},
-       {"the dim whole",
-        [](const Call& call) {
-          const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
-          return view_backward(call, {wrapped(call.integer("dim"), ndim)}, false);
-        },
-        {"input_sizes", "dim"}}},
+       {"zeros but for a range; if cut, what changes its rank is sent",
+        slice_backward,
+        {"input_sizes", "dim", "start", "end", "step"}}},
       {{"diagonal_backward"},
        {"the dims whole",
         [](const Call& call) {

@@ -299,7 +299,7 @@ TEST(DTensorModes, InferenceNoGradAndAutocastFreeCode) {
     {
       const c10::InferenceMode inference;
       EXPECT_TRUE(at::equal(DTensor(x * 2).full_tensor(), numbers({4, 6}) * 2));
-      EXPECT_TRUE(at::equal(DTensor(at::softmax(x, 0)).full_tensor(), at::softmax(numbers({4, 6}), 0)));
+      expect_close(DTensor(at::softmax(x, 0)).full_tensor(), at::softmax(numbers({4, 6}), 0), "softmax");
     }
     const at::NoGradGuard no_grad;
     EXPECT_FALSE((x * 2).requires_grad());
@@ -683,7 +683,9 @@ TEST(DTensorErrors, AreForPeople) {
         {"[1, 1]", "[5, 6]"});
     const ImplicitCommunicationGuard forbidden(ImplicitCommunication::forbidden);
     expect_error<c10::Error>([&] { at::softmax(x, 0); },
-                             {"_softmax", "'self'", "[S(0), R]", "redistribute()"});
+                             {"aten::_softmax", "aten::sub.Tensor", "[P(max), R]", "redistribute()"});
+    expect_error<c10::Error>([&] { at::nonzero(x); },
+                             {"aten::nonzero", "'self'", "[S(0), R]", "redistribute()"});
     at::relu(x);
   });
 }

@@ -2,6 +2,7 @@
 
 #include <tessera/comm/run.h>
 #include <tessera/dispatch/cache.h>
+#include <tessera/dispatch/register.h>
 #include <tessera/rules/einsum.h>
 #include <tessera/rules/rule.h>
 
@@ -183,11 +184,11 @@ TEST(RegisterSharding, AddsAndReplaces) {
     return result;
   };
   EXPECT_EQ(placement_of_result(false), Placements{Replicate()});
-  rules::register_sharding("tessera_rules_test::scale_rows",
-                           rules::explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
+  register_sharding("tessera_rules_test::scale_rows",
+                    rules::explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
   EXPECT_EQ(placement_of_result(true), Placements{Shard(0)});
-  rules::register_sharding("tessera_rules_test::scale_rows",
-                           rules::explicit_rows({{{Shard(1), Replicate()}, {Shard(1)}}}));
+  register_sharding("tessera_rules_test::scale_rows",
+                    rules::explicit_rows({{{Shard(1), Replicate()}, {Shard(1)}}}));
   EXPECT_EQ(placement_of_result(true), Placements{Shard(1)});
 }
 

@@ -41,9 +41,12 @@ std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool par
 
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  EXPECT_TRUE(at::allclose(actual, expected, 1e-4, 1e-4, /*equal_nan=*/true)) << what << "\nactual:\n"
-                                                                              << actual << "\nexpected:\n"
-                                                                              << expected;
+  if (at::allclose(actual, expected, 1e-4, 1e-4, /*equal_nan=*/true)) return;
+  const bool is_small = expected.numel() <= 64;
+  ADD_FAILURE() << what << "\nlargest difference: " << (actual - expected).abs().max().item<double>()
+                << "\nactual:\n"
+                << (is_small ? actual : actual.flatten().slice(0, 0, 32)) << "\nexpected:\n"
+                << (is_small ? expected : expected.flatten().slice(0, 0, 32));
 }
 
 void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,

@@ -1,0 +1,139 @@
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// Batch and heads may be cut; so may the queries, where each sees all keys.
+Letters letters_of(const std::string& name, const Spec& spec, const Spec& query, bool cuts_queries) {
+  const char l = cuts_queries ? 'l' : kWhole;
+  if (name == "query" || name == "grad_out" || name == "grad_out_" || name == "out")
+    return {'b', 'h', l, kWhole};
+  if (name == "key" || name == "value") return {'b', 'h', kWhole, kWhole};
+  if (name == "logsumexp") return {'b', 'h', l};
+  if (name == "attn_mask" || name == "attn_bias") {
+    const Letters all{'b', 'h', l, kWhole};
+    Shape whole = query.shape().vec();
+    if (spec.ndim() > 4) return Letters(spec.ndim(), kWhole);
+    whole[3] = spec.ndim() > 0 ? spec.shape().back() : 1;
+    return broadcast(spec.shape(), whole, all);
+  }
+  return Letters(spec.ndim(), kWhole);  // counts, states of random numbers
+}
+
+/// Dims (batch, heads, length, size), in memory (batch, length, heads, size).
+Result attended(const Spec& query, int64_t size) {
+  const auto shape = query.shape();
+  return {{shape[0], shape[1], shape[2], size}, {shape[1] * shape[2] * size, size, shape[1] * size, 1}};
+}
+
+std::optional<std::vector<Letters>> inputs_of(const Call& call, bool cuts_queries) {
+  const auto query = call.tensor("query"), key = call.tensor("key"), value = call.tensor("value");
+  if (!query || !key || !value) return std::nullopt;
+  for (const auto& number : {query, key, value}) {
+    if (call.tensors[*number].ndim() != 4) return std::nullopt;
+  }
+  if (call.tensors[*query].shape()[1] != call.tensors[*key].shape()[1]) return std::nullopt;
+  if (call.value("dropout_p").toDouble() != 0) return std::nullopt;
+  std::vector<Letters> result;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    result.push_back(letters_of(call.schema->arguments()[call.positions[i]].name(), call.tensors[i],
+                                call.tensors[*query], cuts_queries));
+  }
+  return result;
+}
+
+/// A rank without queries has nothing to do; libtorch's kernels do not expect that.
+std::function<Local(const Chosen&)> nothing_if_empty(size_t query) {
+  return [query](const Chosen& chosen) {
+    Local local;
+    const auto held = chosen.inputs[query].local_shape();
+    if (std::find(held.begin(), held.end(), 0) == held.end()) return local;
+    local.compute = [outputs = chosen.outputs](const c10::OperatorHandle& op, Stack arguments) {
+      const auto options = arguments[*op.schema().argumentIndexWithName("query")].toTensor().options();
+      const auto wide = options.dtype(at::toOpMathType(options.dtype().toScalarType()));
+      Stack results;
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        const bool is_sum = op.schema().returns()[i].name() == "logsumexp";
+        results.emplace_back(at::zeros(outputs[i].local_shape(), is_sum ? wide : options));
+      }
+      return results;
+    };
+    return local;
+  };
+}
+
+std::optional<Proposal> attention(const Call& call) {
+  const bool cuts_queries = !call.flag("is_causal");
+  auto inputs = inputs_of(call, cuts_queries);
+  if (!inputs) return std::nullopt;
+  const Spec &query = call.tensors[*call.tensor("query")], &value = call.tensors[*call.tensor("value")];
+  const char l = cuts_queries ? 'l' : kWhole;
+  Einsum einsum{.inputs = *std::move(inputs), .outputs = {{'b', 'h', l, kWhole}, {'b', 'h', l}}};
+  // What else there may be does not depend on what is cut.
+  const size_t tensors =
+      std::count_if(call.schema->returns().begin(), call.schema->returns().end(),
+                    [](const c10::Argument& a) { return a.type()->kind() == c10::TypeKind::TensorType; });
+  const auto shape = query.shape();
+  std::vector<Result> results{attended(query, value.shape()[3]),
+                              {{shape[0], shape[1], tensors == 2 ? shape[2] : kLocal}}};
+  if (tensors == 2) results[1].strides = {shape[1] * shape[2], 1, shape[1]};
+  Proposal proposal;
+  if (tensors > 2) {
+    // The length of what is saved may be rounded up.
+    for (Letters& letters : einsum.inputs) std::replace(letters.begin(), letters.end(), 'l', kWhole);
+    for (Letters& letters : einsum.outputs) std::replace(letters.begin(), letters.end(), 'l', kWhole);
+  }
+  proposal.rows = rows(einsum);
+  for (size_t i = 2; i < tensors; ++i) {
+    for (Row& row : proposal.rows) row.outputs.push_back(Replicate());
+    results.push_back({});
+  }
+  proposal.results = std::move(results);
+  if (tensors == 2) proposal.localize = nothing_if_empty(*call.tensor("query"));
+  return proposal;
+}
+
+std::optional<Proposal> attention_backward(const Call& call) {
+  const bool on_cpu = !call.position("philox_seed");
+  const bool cuts_queries = on_cpu && !call.flag("is_causal");
+  auto inputs = inputs_of(call, cuts_queries);
+  if (!inputs || call.has("grad_input_mask")) return std::nullopt;
+  const Spec &query = call.tensors[*call.tensor("query")], &key = call.tensors[*call.tensor("key")],
+             &value = call.tensors[*call.tensor("value")];
+  const char l = cuts_queries ? 'l' : kWhole;
+  Einsum einsum{.inputs = *std::move(inputs),
+                .outputs = {{'b', 'h', l, kWhole}, {'b', 'h', kWhole, kWhole}, {'b', 'h', kWhole, kWhole}}};
+  Proposal proposal{
+      rows(einsum),
+      {attended(query, query.shape()[3]), attended(key, key.shape()[3]), attended(value, value.shape()[3])}};
+  if (on_cpu) proposal.localize = nothing_if_empty(*call.tensor("query"));
+  return proposal;
+}
+
+}  // namespace
+
+Table attention_rules() {
+  const std::vector<std::string> reads{"dropout_p", "is_causal", "grad_input_mask"};
+  auto rule = [&](const char* text, auto propose) {
+    Rule result{text, propose, reads};
+    result.draws_nothing = true;
+    return result;
+  };
+  return {
+      {{"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"},
+       rule("cut along batch and heads; on CPU, unless causal, also queries", attention)},
+      {{"_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"},
+       rule("cut along batch and heads; on CPU, unless causal, also queries, with P(sum) of keys and values",
+            attention_backward)},
+  };
+}
+
+}  // namespace tessera::rules

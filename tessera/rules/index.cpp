@@ -1,0 +1,363 @@
+#include <tessera/error.h>
+#include <tessera/rules/exchange.h>
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+namespace tessera::rules {
+
+Masked::Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other) {
+  at::Tensor known = at::where(at::lt(global, 0), at::add(global, size), global);
+  if (global.numel() > 0 && global.is_cpu()) {
+    const auto [lowest, highest] = at::aminmax(known);
+    TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size,
+                        "an index is out of range: ", "indices go from ", lowest.item<int64_t>(), " to ",
+                        highest.item<int64_t>(), " in a dim of size ", size, ".");
+  }
+  indices = at::sub(known, offset);
+  elsewhere = at::logical_or(at::lt(indices, 0), at::ge(indices, held));
+  indices = indices.masked_fill(elsewhere, other);
+}
+
+namespace {
+
+/// What is picked where the dim is cut: by the rank that holds it; the others have zeros there.
+Placement picked(const Spec& spec) {
+  return Partial(spec.dtype() == c10::ScalarType::Bool ? ReduceOp::any : ReduceOp::sum);
+}
+
+/// Runs the operator on a rank's part of argument 0 with its indices into it.
+/// `spread`: makes the mask meet the result.
+std::function<Local(const Chosen&)> masked_pick(
+    int64_t dim, std::function<at::Tensor(at::Tensor)> spread,
+    const std::function<void(Stack&, const at::Tensor&)>& put_index,
+    const std::function<at::Tensor(const Stack&)>& get_index) {
+  return [=](const Chosen& chosen) {
+    Local local;
+    const Spec& self = chosen.inputs[0];
+    if (mesh_dims_of(self, dim).empty()) return local;
+    local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const int64_t held = self.local_shape()[dim];
+      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0);
+      if (held == 0) return Stack{at::zeros(output.local_shape(), x.options())};
+      put_index(arguments, masked.indices);
+      at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
+      return Stack{found.masked_fill_(spread(masked.elsewhere), 0)};
+    };
+    return local;
+  };
+}
+
+std::optional<Proposal> index_select(const Call& call) {
+  const auto self = call.tensor("self"), index = call.tensor("index");
+  if (!self || !index) return std::nullopt;
+  const Spec &x = call.tensors[*self], &i = call.tensors[*index];
+  if (x.ndim() == 0 || i.ndim() != 1) return std::nullopt;
+  const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+  Letters output = identity(x.ndim());
+  const Letters input = output;
+  output[dim] = 'z';
+  Einsum einsum{.inputs = {input, {'z'}}, .outputs = {output}, .contracted = picked(x)};
+  einsum.linear = linear_tensors(call, {{0}});
+  einsum.ranges = true;
+  Shape shape = x.shape().vec();
+  shape[dim] = i.shape()[0];
+  Proposal proposal{rows(einsum), {{shape}}};
+  proposal.localize = masked_pick(
+      dim,
+      [dim, ndim = x.ndim()](const at::Tensor& mask) {
+        Shape sizes(ndim, 1);
+        sizes[dim] = mask.numel();
+        return mask.view(sizes);
+      },
+      [](Stack& arguments, const at::Tensor& indices) { arguments[2] = indices; },
+      [](const Stack& arguments) { return arguments[2].toTensor(); });
+  return proposal;
+}
+
+/// Letters for dims in which all have the same size; others, and `dim`, are whole.
+Letters common(const std::vector<c10::IntArrayRef>& shapes, int64_t dim) {
+  Letters letters = identity(shapes[0].size());
+  for (size_t d = 0; d < letters.size(); ++d) {
+    const bool same = std::all_of(shapes.begin(), shapes.end(),
+                                  [&](c10::IntArrayRef shape) { return shape[d] == shapes[0][d]; });
+    if (!same || static_cast<int64_t>(d) == dim) letters[d] = kWhole;
+  }
+  return letters;
+}
+
+std::optional<Proposal> gather(const Call& call) {
+  const auto self = call.tensor("self"), index = call.tensor("index");
+  if (!self || !index) return std::nullopt;
+  const Spec &x = call.tensors[*self], &i = call.tensors[*index];
+  if (x.ndim() == 0 || x.ndim() != i.ndim()) return std::nullopt;
+  const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+  Letters input = common({x.shape(), i.shape()}, dim), output = input;
+  input[dim] = 'x';
+  output[dim] = 'z';
+  // A dim of which not all is looked at: what is cut of the one is not what is cut of the other.
+  Einsum einsum{.inputs = {input, output}, .outputs = {output}, .contracted = picked(x)};
+  einsum.linear = linear_tensors(call, {{0}});
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{i.shape().vec()}}};
+  proposal.localize = masked_pick(
+      dim, [](at::Tensor mask) { return mask; },
+      [](Stack& arguments, const at::Tensor& indices) { arguments[2] = indices; },
+      [](const Stack& arguments) { return arguments[2].toTensor(); });
+  return proposal;
+}
+
+/// Runs the operator on argument 0 with one more place along `dim`, to which all goes that belongs to other
+/// ranks.
+std::function<Local(const Chosen&)> with_bin(int64_t dim,
+                                             const std::function<void(Stack&, const at::Tensor&)>& put_index,
+                                             const std::function<at::Tensor(const Stack&)>& get_index) {
+  return [=](const Chosen& chosen) {
+    Local local;
+    const Spec& self = chosen.inputs[0];
+    if (mesh_dims_of(self, dim).empty()) return local;
+    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const int64_t held = self.local_shape()[dim];
+      Shape bin = x.sizes().vec();
+      bin[dim] = 1;
+      arguments[0] = at::cat({x, at::zeros(bin, x.options())}, dim);
+      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held);
+      put_index(arguments, masked.indices);
+      return Stack{call_operator(op, std::move(arguments))[0].toTensor().narrow(dim, 0, held).clone()};
+    };
+    return local;
+  };
+}
+
+void put_second(Stack& arguments, const at::Tensor& indices) { arguments[2] = indices; }
+at::Tensor get_second(const Stack& arguments) { return arguments[2].toTensor(); }
+
+/// scatter and its kin: values go to places along `dim`. `adds`: they are added to what is there.
+Rule scatter_rule(bool adds) {
+  return {adds ? "the dim of self cut, or of what is added: P(sum); others cut alike"
+               : "the dim of self cut; others cut alike",
+          [adds](const Call& call) -> std::optional<Proposal> {
+            const auto self = call.tensor("self"), index = call.tensor("index"), source = call.tensor("src");
+            if (!self || !index) return std::nullopt;
+            const Spec &x = call.tensors[*self], &i = call.tensors[*index];
+            if (call.tensors.size() != (source ? 3u : 2u)) return std::nullopt;
+            if (x.ndim() == 0 || x.ndim() != i.ndim() || (source && call.tensors[*source].ndim() != x.ndim()))
+              return std::nullopt;
+            const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+            std::vector<c10::IntArrayRef> shapes{x.shape(), i.shape()};
+            if (source) shapes.push_back(call.tensors[*source].shape());
+            const Letters others = common(shapes, dim);
+            Letters of_self = others, of_index = others;
+            of_self[dim] = 'x';
+            if (adds && source && call.tensors[*source].shape()[dim] == i.shape()[dim]) of_index[dim] = 'z';
+            Einsum einsum{.inputs = {of_self, of_index}, .outputs = {of_self}};
+            if (source) einsum.inputs.push_back(of_index);
+            einsum.added = {0};
+            einsum.ranges = true;
+            if (x.dtype() == c10::ScalarType::Bool) einsum.contracted = std::nullopt;
+            if (adds) einsum.linear = linear_tensors(call, {{0, 3}});
+            Proposal proposal{rows(einsum), {{x.shape().vec()}}};
+            proposal.localize = with_bin(dim, put_second, get_second);
+            return proposal;
+          },
+          {"dim"}};
+}
+
+/// index_add and its kin: slices go to places along `dim`.
+Rule index_write_rule(bool adds) {
+  return {adds ? "the dim of self cut, or of what is added: P(sum); others cut alike"
+               : "the dim of self cut; others cut alike",
+          [adds](const Call& call) -> std::optional<Proposal> {
+            const auto self = call.tensor("self"), index = call.tensor("index"),
+                       source = call.tensor("source");
+            if (!self || !index) return std::nullopt;
+            const Spec &x = call.tensors[*self], &i = call.tensors[*index];
+            if (x.ndim() == 0 || i.ndim() != 1) return std::nullopt;
+            if (call.position("source") && !source) return std::nullopt;
+            if (source && call.tensors[*source].ndim() != x.ndim()) return std::nullopt;
+            const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+            Letters of_self = identity(x.ndim()), of_source = of_self;
+            of_self[dim] = 'x';
+            of_source[dim] = adds ? 'z' : kWhole;
+            Einsum einsum{.inputs = {of_self, {of_source[dim]}}, .outputs = {of_self}};
+            if (source) einsum.inputs.push_back(of_source);
+            for (size_t extra = einsum.inputs.size(); extra < call.tensors.size(); ++extra)
+              einsum.inputs.emplace_back(call.tensors[extra].ndim(), kWhole);
+            einsum.added = {0};
+            einsum.ranges = true;
+            if (x.dtype() == c10::ScalarType::Bool) einsum.contracted = std::nullopt;
+            if (adds) einsum.linear = linear_tensors(call, {{0, 3}});
+            Proposal proposal{rows(einsum), {{x.shape().vec()}}};
+            proposal.localize = with_bin(dim, put_second, get_second);
+            return proposal;
+          },
+          {"dim"}};
+}
+
+bool is_index(const c10::IValue& item) { return item.isTensor() && item.toTensor().defined(); }
+
+/// How x[i, :, j] is laid out: which dims are indexed, and where the indices' own dims come to stand.
+struct Indexing {
+  Shape dims;                     // indexed ones
+  Shape shape;                    // of the indices together
+  Letters self, indices, output;  // indices: of their dims together
+  Shape result;
+
+  static std::optional<Indexing> of(const Call& call) {
+    const auto self = call.tensor("self");
+    if (!self) return std::nullopt;
+    const Spec& x = call.tensors[*self];
+    Indexing found;
+    int64_t dim = 0;
+    size_t next = *self + 1;
+    for (const c10::IValue& item : call.value("indices").toListRef()) {
+      if (is_index(item)) {
+        const at::Tensor& index = item.toTensor();
+        // Masks tell how large the result is.
+        if (index.scalar_type() != at::kLong && index.scalar_type() != at::kInt) return std::nullopt;
+        if (next >= call.tensors.size() || call.tensors[next].shape() != index.sizes()) return std::nullopt;
+        found.dims.push_back(dim);
+        found.shape = at::infer_size(found.shape, index.sizes());
+        ++next;
+      }
+      ++dim;
+    }
+    if (found.dims.empty() || dim > x.ndim()) return std::nullopt;
+    found.self = identity(x.ndim());
+    for (size_t i = 0; i < found.shape.size(); ++i) found.indices.push_back(static_cast<char>('A' + i));
+    const bool adjacent =
+        found.dims.back() - found.dims.front() + 1 == static_cast<int64_t>(found.dims.size());
+    auto put_indices = [&] {
+      found.output.insert(found.output.end(), found.indices.begin(), found.indices.end());
+      found.result.insert(found.result.end(), found.shape.begin(), found.shape.end());
+    };
+    if (!adjacent) put_indices();
+    for (int64_t d = 0; d < x.ndim(); ++d) {
+      if (adjacent && d == found.dims.front()) put_indices();
+      if (contains(found.dims, d)) continue;
+      found.output.push_back(found.self[d]);
+      found.result.push_back(x.shape()[d]);
+    }
+    return found;
+  }
+};
+
+/// The one index of a list of indices.
+void put_listed(Stack& arguments, const at::Tensor& indices) {
+  c10::List<std::optional<at::Tensor>> list;
+  for (const c10::IValue& item : arguments[1].toListRef())
+    list.push_back(is_index(item) ? std::optional(indices) : std::nullopt);
+  arguments[1] = list;
+}
+at::Tensor get_listed(const Stack& arguments) {
+  for (const c10::IValue& item : arguments[1].toListRef()) {
+    if (is_index(item)) return item.toTensor();
+  }
+  return {};
+}
+
+std::optional<Proposal> index(const Call& call) {
+  auto indexing = Indexing::of(call);
+  if (!indexing) return std::nullopt;
+  const Spec& x = call.tensors[0];
+  const bool one = indexing->dims.size() == 1;
+  for (const int64_t dim : indexing->dims) {
+    if (!one) indexing->self[dim] = kWhole;
+  }
+  Einsum einsum{.inputs = {indexing->self}, .outputs = {indexing->output}, .contracted = picked(x)};
+  for (size_t i = 1; i < call.tensors.size(); ++i)
+    einsum.inputs.push_back(broadcast(call.tensors[i].shape(), indexing->shape, indexing->indices));
+  einsum.linear = linear_tensors(call, {{0}});
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{indexing->result}}};
+  if (one) {
+    const int64_t dim = indexing->dims[0], after = x.ndim() - dim - 1;
+    proposal.localize = masked_pick(
+        dim,
+        [after](at::Tensor mask) {
+          for (int64_t i = 0; i < after; ++i) mask = mask.unsqueeze(-1);
+          return mask;
+        },
+        put_listed, get_listed);
+  }
+  return proposal;
+}
+
+/// x[mask] = number
+std::optional<Proposal> masked_number(const Call& call) {
+  const auto items = call.value("indices").toListRef();
+  const bool is_mask =
+      items.size() == 1 && is_index(items[0]) && items[0].toTensor().scalar_type() == at::kBool;
+  if (!is_mask || call.tensors.size() < 2 || call.flag("accumulate")) return std::nullopt;
+  const auto values = call.tensor("values");
+  if (call.tensors[1].shape() != call.tensors[0].shape() || (values && call.tensors[*values].ndim() != 0))
+    return std::nullopt;
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor mask = get_listed(arguments);
+    return Stack{at::masked_fill(arguments[0].toTensor(), mask, arguments[2].toTensor())};
+  };
+  return proposal;
+}
+
+std::optional<Proposal> index_put(const Call& call) {
+  if (auto proposal = masked_number(call)) return proposal;
+  auto indexing = Indexing::of(call);
+  if (!indexing) return std::nullopt;
+  const auto values = call.tensor("values");
+  const Spec& x = call.tensors[0];
+  const bool one = indexing->dims.size() == 1, adds = call.flag("accumulate");
+  for (const int64_t dim : indexing->dims) {
+    if (!one) indexing->self[dim] = kWhole;
+  }
+  if (values && !at::is_expandable_to(call.tensors[*values].shape(), indexing->result)) return std::nullopt;
+  // Only what is added may be given in parts.
+  if (!adds || !values || x.dtype() == c10::ScalarType::Bool) {
+    for (Letters* letters : {&indexing->indices, &indexing->output}) {
+      for (char& letter : *letters) letter = letter >= 'A' && letter <= 'Z' ? kWhole : letter;
+    }
+  }
+  Einsum einsum{.inputs = {indexing->self}, .outputs = {indexing->self}};
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    const bool is_value = values && i == *values;
+    einsum.inputs.push_back(is_value
+                                ? broadcast(call.tensors[i].shape(), indexing->result, indexing->output)
+                                : broadcast(call.tensors[i].shape(), indexing->shape, indexing->indices));
+  }
+  // A value that is the same for all indices would be added by each rank for those it has: that is right too.
+  einsum.added = {0};
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{x.shape().vec()}}};
+  if (one) proposal.localize = with_bin(indexing->dims[0], put_listed, get_listed);
+  return proposal;
+}
+
+}  // namespace
+
+Table index_rules() {
+  return {
+      {{"index_select"},
+       {"the dim cut: P(sum), zeros where a rank has nothing; the index cut", index_select, {"dim"}}},
+      {{"gather"}, {"the dim cut: P(sum), zeros where a rank has nothing; the index cut", gather, {"dim"}}},
+      {{"scatter.src", "scatter.value"}, scatter_rule(false)},
+      {{"scatter_add"}, scatter_rule(true)},
+      {{"index_add"}, index_write_rule(true)},
+      {{"index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"}, index_write_rule(false)},
+      {{"index.Tensor", "_unsafe_index.Tensor"},
+       {"dims without index cut; one indexed dim cut: P(sum), zeros where a rank has nothing; the indices "
+        "cut",
+        index,
+        {"indices"}}},
+      {{"index_put", "_unsafe_index_put"},
+       {"dims without index cut; one indexed dim cut; what is added cut: P(sum)",
+        index_put,
+        {"indices", "accumulate"}}},
+  };
+}
+
+}  // namespace tessera::rules

@@ -1,0 +1,213 @@
+#include <tessera/rules/exchange.h>
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// All tensors cut alike, but along the dim in which they are joined.
+std::optional<Proposal> cat(const Call& call) {
+  // Old habit: empty vectors among others are left out.
+  int64_t ndim = 1;
+  for (const Spec& spec : call.tensors) ndim = std::max(ndim, spec.ndim());
+  for (const Spec& spec : call.tensors) {
+    if (spec.ndim() != ndim) return std::nullopt;
+  }
+  const int64_t dim = wrapped(call.integer("dim"), ndim);
+  Shape shape = call.tensors[0].shape().vec();
+  shape[dim] = 0;
+  for (const Spec& spec : call.tensors) {
+    shape[dim] += spec.shape()[dim];
+    for (int64_t d = 0; d < ndim; ++d) {
+      if (d != dim && spec.shape()[d] != shape[d]) return std::nullopt;
+    }
+  }
+  Proposal proposal = whole_dims(call, {dim}, {{shape}});
+  Row sums;
+  sums.inputs.assign(call.tensors.size(), Partial());
+  sums.outputs = {Partial()};
+  sums.any_partial = true;
+  proposal.rows.push_back(std::move(sums));
+  Row cut;
+  cut.inputs.assign(call.tensors.size(), Shard(dim));
+  cut.outputs = {Shard(dim)};
+  proposal.rows.insert(proposal.rows.begin(), std::move(cut));
+  proposal.localize = [dim](const Chosen& chosen) {
+    Local local;
+    if (mesh_dims_of(chosen.inputs[0], dim).empty()) return local;
+    local.communicates = true;
+    local.compute = [dim, chosen](const c10::OperatorHandle&, Stack arguments) {
+      const std::vector<at::Tensor> parts = arguments[0].toTensorVector();
+      auto dtype = parts[0].scalar_type();
+      for (const at::Tensor& part : parts) dtype = c10::promoteTypes(dtype, part.scalar_type());
+      const at::Tensor result = at::empty(chosen.outputs[0].local_shape(), parts[0].options().dtype(dtype));
+      int64_t offset = 0;
+      for (size_t i = 0; i < parts.size(); ++i) {
+        const int64_t size = chosen.inputs[i].shape()[dim];
+        exchange(result, chosen.outputs[0], parts[i].to(dtype), chosen.inputs[i], dim,
+                 {{offset, 1, 0, 1, size}});
+        offset += size;
+      }
+      return Stack{result};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+std::optional<Proposal> stack(const Call& call) {
+  const Spec& first = call.tensors[0];
+  for (const Spec& spec : call.tensors) {
+    if (spec.shape() != first.shape()) return std::nullopt;
+  }
+  const int64_t dim = wrapped(call.integer("dim"), first.ndim() + 1);
+  const Letters all = identity(first.ndim());
+  Einsum einsum;
+  einsum.inputs.assign(call.tensors.size(), all);
+  einsum.keeps_all = true;
+  Letters output = all;
+  output.insert(output.begin() + dim, kWhole);
+  einsum.outputs = {output};
+  const size_t count = call.value("tensors").toListRef().size();
+  if (count != call.tensors.size()) return std::nullopt;
+  Shape shape = first.shape().vec();
+  shape.insert(shape.begin() + dim, static_cast<int64_t>(count));
+  return Proposal{rows(einsum), {{shape}}};
+}
+
+Proposal same_shape(const Call& call, const Shape& whole) {
+  const Spec& spec = call.tensors[0];
+  Letters all = identity(spec.ndim());
+  for (const int64_t dim : whole) all[dim] = kWhole;
+  return moved(all, all, {spec.shape().vec()});
+}
+
+/// Along one dim that is cut, what changes its rank is sent.
+void exchanged(Proposal& proposal, int64_t dim, std::vector<Stretch> stretches,
+               std::optional<double> fill = {}) {
+  proposal.rows.insert(proposal.rows.begin(), Row{{Shard(dim)}, {Shard(dim)}});
+  proposal.localize = [=](const Chosen& chosen) {
+    Local local;
+    const Spec &input = chosen.inputs[0], &output = chosen.outputs[0];
+    if (mesh_dims_of(input, dim).empty()) return local;
+    local.communicates = true;
+    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor result = fill ? at::full(output.local_shape(), *fill, x.options())
+                                     : at::empty(output.local_shape(), x.options());
+      exchange(result, output, x, input, dim, stretches);
+      return Stack{result};
+    };
+    return local;
+  };
+}
+
+std::optional<Proposal> flip(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape given = call.integers("dims");
+  const Shape dims = given.empty() ? given : wrapped(given, spec.ndim());
+  if (spec.ndim() == 0) return same_shape(call, {});
+  Proposal proposal = same_shape(call, dims);
+  if (dims.size() == 1) {
+    const int64_t size = spec.shape()[dims[0]];
+    exchanged(proposal, dims[0], {{0, 1, size - 1, -1, size}});
+  }
+  return proposal;
+}
+
+std::optional<Proposal> roll(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape given = call.integers("dims"), shifts = call.integers("shifts");
+  if (given.empty() || shifts.size() != given.size()) return std::nullopt;
+  const Shape dims = wrapped(given, spec.ndim());
+  Proposal proposal = same_shape(call, dims);
+  if (dims.size() == 1 && spec.shape()[dims[0]] > 0) {
+    const int64_t size = spec.shape()[dims[0]], shift = ((shifts[0] % size) + size) % size;
+    exchanged(proposal, dims[0], {{0, 1, size - shift, 1, shift}, {shift, 1, 0, 1, size - shift}});
+  }
+  return proposal;
+}
+
+/// Where the cut dims begin tells which diagonal it is of what a rank holds.
+std::optional<Proposal> triangle(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() < 2) return std::nullopt;
+  const Letters all = identity(spec.ndim());
+  Einsum einsum{.inputs = {all}, .outputs = {all}, .linear = linear_tensors(call, {{0}})};
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{spec.shape().vec()}}};
+  proposal.localize = [ndim = spec.ndim(), diagonal = call.integer("diagonal")](const Chosen& chosen) {
+    const auto offset = chosen.inputs[0].global_offset();
+    return Local{{{1, diagonal + offset[ndim - 2] - offset[ndim - 1]}}};
+  };
+  return proposal;
+}
+
+/// Padded dims whole, unless only one of them is, with what changes its rank sent.
+std::optional<Proposal> pad(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape pads = call.integers("pad");
+  if (pads.size() % 2 != 0 || static_cast<int64_t>(pads.size() / 2) > spec.ndim()) return std::nullopt;
+  Shape shape = spec.shape().vec(), whole;
+  for (size_t i = 0; i < pads.size() / 2; ++i) {
+    const int64_t dim = spec.ndim() - 1 - static_cast<int64_t>(i);
+    if (pads[2 * i] == 0 && pads[2 * i + 1] == 0) continue;
+    shape[dim] += pads[2 * i] + pads[2 * i + 1];
+    if (shape[dim] < 0) return std::nullopt;
+    whole.push_back(dim);
+  }
+  Letters all = identity(spec.ndim());
+  for (const int64_t dim : whole) all[dim] = kWhole;
+  const auto value = call.value("value").toScalar();
+  Einsum einsum{.inputs = {all}, .outputs = {all}};
+  if (value.equal(0)) einsum.linear = linear_tensors(call, {{0}});
+  Proposal proposal{rows(einsum), {{shape}}};
+  if (whole.size() == 1 && !value.isComplex()) {
+    const int64_t dim = whole[0], size = spec.shape()[dim];
+    const int64_t before = pads[2 * (spec.ndim() - 1 - dim)];
+    const int64_t from = std::max<int64_t>(0, -before), to = std::max<int64_t>(0, before);
+    const int64_t count = std::min(size - from, shape[dim] - to);
+    exchanged(proposal, dim,
+              count > 0 ? std::vector<Stretch>{{to, 1, from, 1, count}} : std::vector<Stretch>{},
+              value.toDouble());
+  }
+  return proposal;
+}
+
+/// Dims that are repeated whole, new ones in front.
+std::optional<Proposal> repeat(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Shape repeats = call.integers("repeats");
+  const auto added = static_cast<int64_t>(repeats.size()) - spec.ndim();
+  if (added < 0) return std::nullopt;
+  Letters input = identity(spec.ndim()), output(added, kWhole);
+  Shape shape(repeats.begin(), repeats.begin() + added);
+  for (int64_t d = 0; d < spec.ndim(); ++d) {
+    if (repeats[added + d] != 1) input[d] = kWhole;
+    output.push_back(input[d]);
+    shape.push_back(spec.shape()[d] * repeats[added + d]);
+  }
+  return moved(input, output, {shape});
+}
+
+}  // namespace
+
+Table join_rules() {
+  return {
+      {{"cat"}, {"all cut alike; if along the dim, what changes its rank is sent", cat, {"dim"}}},
+      {{"stack", "_stack"}, {"ab,ab,...->a.b", stack, {"dim", "tensors"}}},
+      {{"flip"}, {"the dims whole; if it is one and cut, what changes its rank is sent", flip, {"dims"}}},
+      {{"roll"},
+       {"the dims whole; if it is one and cut, what changes its rank is sent", roll, {"dims", "shifts"}}},
+      {{"tril", "triu"}, {"any dim cut, with the diagonal of what a rank holds", triangle, {"diagonal"}}},
+      {{"constant_pad_nd"},
+       {"padded dims whole; if it is one and cut, what changes its rank is sent", pad, {"pad", "value"}}},
+      {{"repeat"}, {"repeated dims whole", repeat, {"repeats"}}},
+  };
+}
+
+}  // namespace tessera::rules

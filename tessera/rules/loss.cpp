@@ -1,0 +1,194 @@
+#include <tessera/rules/exchange.h>
+#include <tessera/rules/family.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// A loss for each element, which may then be summed, or summed and divided by how many there are.
+std::optional<Proposal> elementwise_loss(const Call& call) {
+  const int64_t reduction = call.integer("reduction");
+  if (reduction == at::Reduction::None) return pointwise(call);
+  const auto self = call.tensor("self"), target = call.tensor("target");
+  if (!self || !target || call.tensors[*self].shape() != call.tensors[*target].shape()) return std::nullopt;
+  const Spec& spec = call.tensors[*self];
+  if (spec.numel() == 0) return std::nullopt;
+  Einsum einsum;
+  const Letters all = identity(spec.ndim());
+  for (const Spec& tensor : call.tensors) {
+    if (!at::is_expandable_to(tensor.shape(), spec.shape())) return std::nullopt;
+    einsum.inputs.push_back(broadcast(tensor.shape(), spec.shape(), all));
+  }
+  einsum.outputs = {{}};
+  Proposal proposal{rows(einsum), {{Shape()}}};
+  if (reduction == at::Reduction::Mean) {
+    proposal.localize = [self = *self, position = *call.position("reduction")](const Chosen& chosen) {
+      Local local;
+      const auto count = static_cast<double>(chosen.inputs[self].numel());
+      local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+        arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
+        return Stack{call_operator(op, std::move(arguments))[0].toTensor().div_(count)};
+      };
+      if (!chosen.inputs[self].is_sharded()) local.compute = {};
+      return local;
+    };
+  }
+  return proposal;
+}
+
+/// The gradient of a mean is that of a sum, divided by how many there are in all.
+std::optional<Proposal> elementwise_loss_backward(const Call& call) {
+  const int64_t reduction = call.integer("reduction");
+  Linear linear{{0}};
+  auto proposal = pointwise(call, linear);
+  if (!proposal || reduction != at::Reduction::Mean) return proposal;
+  const auto self = call.tensor("self");
+  if (!self) return std::nullopt;
+  proposal->localize = [self = *self, position = *call.position("reduction")](const Chosen& chosen) {
+    Local local;
+    if (!chosen.inputs[self].is_sharded()) return local;
+    const auto count = static_cast<double>(chosen.inputs[self].numel());
+    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+      arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
+      return Stack{call_operator(op, std::move(arguments))[0].toTensor().div_(count)};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+at::Tensor reduced(const at::Tensor& losses, int64_t reduction) {
+  if (reduction == at::Reduction::None) return losses;
+  return reduction == at::Reduction::Mean ? at::mean(losses) : at::sum(losses);
+}
+
+std::optional<Proposal> soft_margin(const Call&) {
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor product = at::mul(arguments[0].toTensor(), arguments[1].toTensor());
+    return Stack{reduced(at::log1p(at::exp(at::neg(product))), arguments[2].toInt())};
+  };
+  return proposal;
+}
+
+/// (1 - t) x + log(1 + exp(-|x|)) + max(-x, 0), the last two weighted for what is true.
+std::optional<Proposal> cross_entropy_with_logits(const Call&) {
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor(), target = arguments[1].toTensor();
+    at::Tensor soft = at::add(at::clamp_min(at::neg(x), 0), at::log1p(at::exp(at::neg(at::abs(x)))));
+    if (arguments[3].isTensor()) {
+      const at::Tensor weight = at::add(at::mul(at::sub(arguments[3].toTensor(), 1), target), 1);
+      soft = at::mul(soft, weight);
+    }
+    at::Tensor losses = at::add(at::mul(at::rsub(target, 1), x), soft);
+    if (arguments[2].isTensor()) losses = at::mul(losses, arguments[2].toTensor());
+    return Stack{reduced(losses, arguments[4].toInt())};
+  };
+  return proposal;
+}
+
+/// Dims: batch, classes, places; classes whole.
+struct Nll {
+  Letters input, target;
+  bool batched;
+
+  explicit Nll(int64_t ndim) : batched(ndim > 1) {
+    if (!batched) {
+      input = {kWhole};
+      return;
+    }
+    for (int64_t d = 0; d < ndim; ++d) {
+      input.push_back(d == 1 ? kWhole : static_cast<char>('a' + d));
+      if (d != 1) target.push_back(static_cast<char>('a' + d));
+    }
+  }
+};
+
+/// A weighted mean is a sum of losses over a sum of weights: both partial.
+Stack weighted_mean(const c10::OperatorHandle& op, Stack arguments) {
+  arguments[3] = static_cast<int64_t>(at::Reduction::Sum);
+  Stack sums = call_operator(op, std::move(arguments));
+  const at::Tensor weight = at::add(sums[1].toTensor(), 0);
+  return {at::div(sums[0].toTensor(), weight), weight};
+}
+
+std::optional<Proposal> nll(const Call& call) {
+  const auto self = call.tensor("self"), target = call.tensor("target");
+  if (!self || !target) return std::nullopt;
+  const Spec& spec = call.tensors[*self];
+  const int64_t reduction = call.integer("reduction");
+  const Nll dims(spec.ndim());
+  if (spec.numel() == 0) return std::nullopt;
+  if (reduction == at::Reduction::Mean &&
+      std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& s) { return s.is_sharded(); })) {
+    Proposal proposal;
+    proposal.decompose = weighted_mean;
+    return proposal;
+  }
+  Einsum einsum;
+  einsum.inputs = {dims.input, dims.target};
+  if (call.tensor("weight")) einsum.inputs.push_back({kWhole});
+  einsum.outputs = {reduction == at::Reduction::None ? dims.target : Letters(), {}};
+  if (reduction == at::Reduction::Mean) einsum.contracted = std::nullopt;
+  Shape losses;
+  if (reduction == at::Reduction::None) losses = call.tensors[*target].shape().vec();
+  return Proposal{rows(einsum), {{losses}, {Shape()}}};
+}
+
+std::optional<Proposal> nll_backward(const Call& call) {
+  const auto gradient = call.tensor("grad_output"), self = call.tensor("self"),
+             target = call.tensor("target");
+  if (!gradient || !self || !target) return std::nullopt;
+  const Spec& spec = call.tensors[*self];
+  const Nll dims(spec.ndim());
+  if (spec.numel() == 0) return std::nullopt;
+  Einsum einsum;
+  for (const uint32_t position : call.positions) {
+    const std::string& name = call.schema->arguments()[position].name();
+    if (name == "grad_output") {
+      einsum.inputs.push_back(call.integer("reduction") == at::Reduction::None ? dims.target : Letters());
+    } else if (name == "self") {
+      einsum.inputs.push_back(dims.input);
+    } else if (name == "target") {
+      einsum.inputs.push_back(dims.target);
+    } else if (name == "weight") {
+      einsum.inputs.push_back({kWhole});
+    } else {
+      einsum.inputs.emplace_back();
+    }
+  }
+  einsum.outputs = {dims.input};
+  Proposal proposal{rows(einsum), {{spec.shape().vec()}}};
+  const auto total = call.tensor("total_weight");
+  if (total && call.integer("reduction") != at::Reduction::Mean) {
+    // It is not looked at, and partial if the losses were computed so.
+    for (Row& row : proposal.rows) row.inputs[*total] = Partial();
+  }
+  return proposal;
+}
+
+}  // namespace
+
+Table loss_rules() {
+  return {
+      {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"},
+       {"pointwise; reduced: P(sum), a mean by the global count", elementwise_loss, {"reduction"}}},
+      {{"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
+        "binary_cross_entropy_backward", "soft_margin_loss_backward"},
+       {"pointwise; of a mean by the global count", elementwise_loss_backward, {"reduction"}}},
+      {{"soft_margin_loss"}, {"by pointwise operators", soft_margin}},
+      {{"binary_cross_entropy_with_logits"}, {"by pointwise operators", cross_entropy_with_logits}},
+      {{"nll_loss_forward", "nll_loss2d_forward"},
+       {"classes whole; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
+      {{"nll_loss_backward", "nll_loss2d_backward"}, {"classes whole", nll_backward, {"reduction"}}},
+  };
+}
+
+}  // namespace tessera::rules

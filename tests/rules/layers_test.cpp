@@ -1,0 +1,199 @@
+// What neural networks are made of: normalisation, losses, embeddings, attention, convolution, pooling; and
+// linear algebra.
+
+#include "tests/rules/families.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+INSTANTIATE_TEST_SUITE_P(Meshes, Families,
+                         ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
+
+TEST_P(Families, Softmax) {
+  for (const int64_t dim : {0, 1}) {
+    matrices([dim](const Tensors& x) { return at::softmax(x[0], dim); });
+    matrices([dim](const Tensors& x) { return at::log_softmax(x[0], dim); });
+  }
+  check([](const Tensors& x) { return at::softmax(x[0].to(at::kBFloat16), 0).to(at::kFloat) * 0; },
+        {numbers({5, 3})});
+}
+TEST_P(Families, Norms) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor x0 = numbers({size, 3, 4}) * 0.3, w = numbers({4}, 1), b = numbers({4}, 2);
+    check([](const Tensors& x) { return at::layer_norm(x[0], {4}, x[1], x[2]); }, {x0, w, b});
+    check([](const Tensors& x) { return at::layer_norm(x[0], {3, 4}); }, {x0});
+    check([](const Tensors& x) { return at::rms_norm(x[0], {4}, x[1]); }, {x0, w});
+    const at::Tensor image = numbers({size, 4, 3, 2}) * 0.3;
+    check([](const Tensors& x) { return at::group_norm(x[0], 2, x[1], x[2]); }, {image, w, b});
+    check([](const Tensors& x) { return at::batch_norm(x[0], x[1], x[2], {}, {}, true, 0.1, 1e-5, false); },
+          {image, w, b});
+    check(
+        [](const Tensors& x) {
+          return at::batch_norm(x[0], x[1], x[2], x[1].detach() * 0.1, x[1].detach() * 0 + 2, false, 0.1,
+                                1e-5, false);
+        },
+        {image, w, b});
+    check(
+        [](const Tensors& x) {
+          at::Tensor mean = at::zeros_like(x[1]).detach(), var = at::ones_like(x[1]).detach();
+          const at::Tensor y = at::batch_norm(x[0], x[1], x[2], mean, var, true, 0.3, 1e-5, false);
+          return y + mean.view({1, 4, 1, 1}) + var.view({1, 4, 1, 1});
+        },
+        {image, w, b});
+  }
+}
+TEST_P(Families, ElementwiseLosses) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor a = numbers({size, 3}) * 0.1, b = numbers({size, 3}, 2) * 0.1, p = a * 0.8 + 0.5;
+    for (const int64_t reduction : {at::Reduction::None, at::Reduction::Mean, at::Reduction::Sum}) {
+      check([=](const Tensors& x) { return at::mse_loss(x[0], x[1], reduction); }, {a, b});
+      check([=](const Tensors& x) { return at::l1_loss(x[0], x[1], reduction); }, {a, b});
+      check([=](const Tensors& x) { return at::smooth_l1_loss(x[0], x[1], reduction, 0.3); }, {a, b});
+      check([=](const Tensors& x) { return at::huber_loss(x[0], x[1], reduction, 0.3); }, {a, b});
+      check([=](const Tensors& x) { return at::kl_div(x[0], x[1], reduction); }, {a, p});
+      check([=](const Tensors& x) { return at::soft_margin_loss(x[0], x[1].detach(), reduction); }, {a, b});
+      check([=](const Tensors& x) { return at::binary_cross_entropy(x[0], x[1].detach(), {}, reduction); },
+            {p.clamp(0.01, 0.99), p.flip(0).clamp(0.01, 0.99).contiguous()});
+      check(
+          [=](const Tensors& x) {
+            return at::binary_cross_entropy_with_logits(x[0], x[1].detach(), {}, x[2].detach(), reduction);
+          },
+          {a, p, numbers({3}) * 0.1 + 1});
+    }
+  }
+}
+TEST_P(Families, CrossEntropy) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor logits = numbers({size, 4}) * 0.3, weight = numbers({4}, 1).abs() * 0.1 + 0.2;
+    const at::Tensor target = at::remainder(at::arange(size) * 3, 4);
+    const at::Tensor images = numbers({size, 4, 3}) * 0.3,
+                     targets = at::remainder(at::arange(size * 3) * 3, 4).view({size, 3});
+    for (const int64_t reduction : {at::Reduction::None, at::Reduction::Mean, at::Reduction::Sum}) {
+      check([=](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], {}, reduction); },
+            {logits, target}, false);
+      check([=](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], x[2].detach(), reduction, 2); },
+            {logits, target, weight}, false);
+      check([=](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], {}, reduction, 1); },
+            {images, targets}, false);
+      check([=](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], {}, reduction, -100, 0.1); },
+            {logits, target}, false);
+    }
+  }
+}
+TEST_P(Families, Embedding) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor table = numbers({size, 3});
+    const at::Tensor indices = at::remainder(at::arange(6) * 3, size).view({2, 3});
+    check([](const Tensors& x) { return at::embedding(x[0], x[1]); }, {table, indices}, false);
+    check([](const Tensors& x) { return at::embedding(x[0], x[1], 1); }, {table, indices}, false);
+  }
+}
+TEST_P(Families, Attention) {
+  for (const int64_t size : {5, 2}) {
+    const at::Tensor q = numbers({size, 4, 3, 2}) * 0.3, k = numbers({size, 4, 5, 2}, 1) * 0.3,
+                     v = numbers({size, 4, 5, 2}, 2);
+    check([](const Tensors& x) { return at::scaled_dot_product_attention(x[0], x[1], x[2]); }, {q, k, v},
+          false);
+    check(
+        [](const Tensors& x) {
+          return at::scaled_dot_product_attention(x[0], x[1], x[1] * 2, {}, 0, true)
+              .transpose(1, 2)
+              .flatten(2);
+        },
+        {k, k.flip(2).contiguous()}, false);
+    check([](const Tensors& x) { return at::scaled_dot_product_attention(x[0], x[1], x[2], x[3].detach()); },
+          {q, k, v, numbers({3, 5}, 4)}, false);
+    check(
+        [](const Tensors& x) {
+          return std::get<0>(at::_scaled_dot_product_attention_math(x[0], x[1], x[2]));
+        },
+        {q, k, v}, false);
+  }
+}
+TEST_P(Families, Convolution) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor image = numbers({size, 4, 5, 5}), w = numbers({8, 4, 3, 3}, 1) * 0.1,
+                     b = numbers({8}, 2);
+    check([](const Tensors& x) { return at::conv2d(x[0], x[1], x[2], at::IntArrayRef{1}, at::IntArrayRef{1}); }, {image, w, b});
+    check([](const Tensors& x) { return at::conv2d(x[0], x[1], at::Tensor(), at::IntArrayRef{2}, at::IntArrayRef{0}, at::IntArrayRef{1}, 2); },
+          {image, numbers({8, 2, 3, 3}) * 0.1});
+    check([](const Tensors& x) { return at::conv_transpose2d(x[0], x[1], x[2]); },
+          {image, numbers({4, 8, 2, 2}, 1) * 0.1, b});
+    check([](const Tensors& x) { return at::conv1d(x[0], x[1]); },
+          {numbers({size, 4, 6}), numbers({4, 4, 2}) * 0.1});
+    check([](const Tensors& x) { return at::conv3d(x[0], x[1], x[2]); },
+          {numbers({size, 2, 3, 3, 3}), numbers({4, 2, 2, 2, 2}) * 0.1, numbers({4})});
+  }
+}
+TEST_P(Families, Pooling) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor image = numbers({size, 4, 4, 6});
+    check([](const Tensors& x) { return at::max_pool2d(x[0], 2); }, {image});
+    check([](const Tensors& x) { return at::avg_pool2d(x[0], 2); }, {image});
+    check([](const Tensors& x) { return at::adaptive_avg_pool2d(x[0], {2, 3}); }, {image});
+    check([](const Tensors& x) { return at::upsample_nearest2d(x[0], {8, 12}) * 2; }, {image});
+    check([](const Tensors& x) { return at::upsample_bilinear2d(x[0], {5, 5}, false); }, {image});
+    check([](const Tensors& x) { return at::reflection_pad2d(x[0], {1, 1, 1, 1}); }, {image});
+    check([](const Tensors& x) { return at::max_pool1d(x[0].flatten(2), 2); }, {image});
+    check([](const Tensors& x) { return at::avg_pool1d(x[0].flatten(2), 2); }, {image});
+  }
+}
+TEST_P(Families, LinearAlgebra) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor a = numbers({size, 3, 3}) * 0.1 + at::eye(3) * 2;
+    check([](const Tensors& x) { return at::linalg_inv(x[0]); }, {a});
+    check([](const Tensors& x) { return at::linalg_inv(x[0]).reshape({-1}); }, {a});
+    check([](const Tensors& x) { return at::linalg_det(x[0]) + std::get<1>(at::linalg_slogdet(x[0])); }, {a});
+    check([](const Tensors& x) { return at::linalg_cholesky(at::matmul(x[0], x[0].mT())); }, {a});
+    check([](const Tensors& x) { return std::get<0>(at::linalg_eigh(x[0] + x[0].mT())); }, {a});
+    check([](const Tensors& x) { return at::linalg_solve(x[0], x[1]); }, {a, numbers({size, 3, 2})});
+    check(
+        [](const Tensors& x) {
+          return at::abs(at::fft_fft(x[0], {}, 0)) + at::abs(at::fft_rfft(x[0], {}, 1)).sum();
+        },
+        {a});
+    check([](const Tensors& x) { return at::view_as_real(at::view_as_complex(x[0]).conj() * 2); },
+          {numbers({size, 3, 2})});
+  }
+}
+
+TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
+  const Placement sum = Partial(), batch = Shard(0), same = Replicate();
+  const at::Tensor x = numbers({5, 3, 4}) * 0.3, w = numbers({4}), image = numbers({5, 4, 4, 4});
+  expect_no_communication([](const Tensors& t) { return at::softmax(t[0], 2); }, {x}, {batch}, batch, true);
+  expect_no_communication([](const Tensors& t) { return at::layer_norm(t[0], {4}, t[1], t[1]); }, {x, w},
+                          {batch, same}, batch, true);
+  expect_no_communication([](const Tensors& t) { return at::layer_norm(t[0], {4}, t[1], t[1]); }, {x, w},
+                          {Shard(1), same}, Shard(1), true);
+  expect_no_communication([](const Tensors& t) { return at::group_norm(t[0], 2, t[1], t[1]); }, {image, w},
+                          {batch, same}, batch, true);
+  expect_no_communication([](const Tensors& t) { return at::mse_loss(t[0], t[0] * 2); }, {x}, {batch}, sum,
+                          true);
+  expect_no_communication([](const Tensors& t) { return at::conv2d(t[0], t[1]); },
+                          {image, numbers({4, 4, 3, 3})}, {batch, same}, batch, true);
+  expect_no_communication([](const Tensors& t) { return at::conv2d(t[0], t[1]); },
+                          {image, numbers({4, 4, 3, 3})}, {same, batch}, Shard(1), true);
+  expect_no_communication([](const Tensors& t) { return at::max_pool2d(t[0], 2); }, {image}, {batch}, batch,
+                          true);
+  for (const Placement& cut : {Shard(0), Shard(1)}) {
+    const at::Tensor q = numbers({4, 4, 3, 2}) * 0.3;
+    expect_no_communication(
+        [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2], {}, 0, true); },
+        {q, q + 1, q + 2}, {cut, cut, cut}, cut, true);
+  }
+  const at::Tensor indices = at::remainder(at::arange(6), 5);
+  expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
+                          {numbers({5, 4}), indices}, {batch, same}, sum);
+  expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
+                          {numbers({5, 4}), indices}, {same, batch}, batch, true);
+  expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
+                          {numbers({5, 4}), indices}, {Shard(1), same}, Shard(1), true);
+  expect_no_communication(
+      [](const Tensors& t) { return at::cross_entropy_loss(t[0], t[1], {}, at::Reduction::Sum); },
+      {numbers({6, 5}), indices.remainder(5)}, {batch, batch}, sum, true);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -10,6 +10,7 @@ import collections
 import fnmatch
 import json
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -106,7 +107,11 @@ def cases_of(name: str, options: Options, after: int = -1, only: int | None = No
 def worker(connection: Connection, case: Any, options: Options) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    parent = os.getppid()
     while True:
+        while not connection.poll(1):
+            if os.getppid() != parent:  # it ended without a word
+                return
         name, after = connection.recv()
         tolerance = cases.tolerance_of(cases.OPS[name], cases.dtype_of(cases.OPS[name]) or torch.float32)
 

@@ -17,8 +17,8 @@ from cases import Inputs, Layout, Reference
 
 RANKS = 4
 
-#: What can come of a check, the better first.
-KINDS = ("right", "refused", "wrong", "crashed", "hung")
+#: What can come of a check, the better first. excepted: refused, as exceptions.py says it may be.
+KINDS = ("right", "excepted", "refused", "wrong", "crashed", "hung")
 
 
 @dataclass
@@ -80,15 +80,16 @@ def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bo
 
 def place(tensor: torch.Tensor, mesh: tessera.DeviceMesh, placements: tuple[tessera.Placement, ...], seed: int) -> torch.Tensor:
     """This rank's part of the tensor, as a distributed one with memory of its own."""
-    addend, addends = 0, 1
+    index, count, reduction = 0, 1, "sum"
     for dim, placement in enumerate(placements):
         if placement.is_partial():
-            addend = addend * mesh.size(dim) + mesh.get_local_rank(dim)
-            addends *= mesh.size(dim)
-    part = cases.local_part(tensor, addend, addends, seed)
+            index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+            count *= mesh.size(dim)
+            reduction = placement.reduce_op
+    part = cases.local_part(tensor, index, count, reduction, seed)
     cut = [Replicate() if placement.is_partial() else placement for placement in placements]
     result = tessera.distribute_tensor(part, mesh, cut, src_data_rank=None)
-    if addends == 1:
+    if count == 1:
         return result
     return DTensor.from_local(result.to_local(), mesh, placements, shape=tensor.shape, stride=result.stride())
 

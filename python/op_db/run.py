@@ -10,6 +10,7 @@ import collections
 import fnmatch
 import json
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -55,11 +56,11 @@ class Row:
         kind = outcome.kind
         reason = exceptions.MAY_REFUSE.get((self.op, outcome.what.removesuffix(" gradient")))
         if kind == "refused" and reason is not None:
-            kind = "right"
+            kind = "excepted"
             self.note = f"may be refused {outcome.what}: {reason}"
         counts = self.counts.setdefault(column, {})
         counts[kind] = counts.get(kind, 0) + 1
-        if kind != "right":
+        if kind not in ("right", "excepted"):
             self.failures.append({**asdict(outcome), "sample": sample, "mesh": cases.MESHES[mesh]})
 
     def worst(self, column: str | None = None) -> str:
@@ -67,6 +68,14 @@ class Row:
         columns = self.counts.values() if column is None else [self.counts.get(column, {})]
         kinds = {kind for counts in columns for kind in counts}
         return max(kinds, key=KINDS.index, default="")
+
+
+def why_nothing(name: str) -> str:
+    """Why an operator has no cases."""
+    if cases.dtype_of(cases.OPS[name]) is None:
+        return "not on the CPU, or not of this dtype"
+    has_tensors = any(cases.Inputs(sample).tensors for _, sample in cases.samples_of(cases.OPS[name], None))
+    return "one device cannot do it either" if has_tensors else "it takes no tensor"
 
 
 def column_name(mesh: tuple[int, ...], gradient: bool) -> str:
@@ -98,7 +107,11 @@ def cases_of(name: str, options: Options, after: int = -1, only: int | None = No
 def worker(connection: Connection, case: Any, options: Options) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    parent = os.getppid()
     while True:
+        while not connection.poll(1):
+            if os.getppid() != parent:  # it ended without a word
+                return
         name, after = connection.recv()
         tolerance = cases.tolerance_of(cases.OPS[name], cases.dtype_of(cases.OPS[name]) or torch.float32)
 
@@ -150,7 +163,7 @@ class Worker:
                     row.note = "harness: " + message.strip().splitlines()[-1]
                     print(message, file=sys.stderr)
                 elif not message and not row.counts:
-                    row.note = row.note or "no sample has a tensor, or one device cannot do it"
+                    row.note = row.note or why_nothing(row.op)
                 return self._finish()
         except (EOFError, ConnectionResetError):
             return self._died("crashed", f"exit code {self._stop()}")
@@ -271,7 +284,8 @@ def write_table(path: Path, rows: list[Row], options: Options) -> None:
 
 def write_json(path: Path, rows: list[Row], options: Options) -> None:
     def again(row: Row, failure: dict[str, Any]) -> dict[str, Any]:
-        return {**failure, "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}"}
+        dtype = f" --dtype {str(cases.only_dtype).removeprefix('torch.')}" if cases.only_dtype else ""
+        return {**failure, "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}{dtype}"}
 
     found = [{**asdict(row), "worst": row.worst(), "failures": [again(row, failure) for failure in row.failures]} for row in rows]
     path.write_text(json.dumps({"totals": totals_of(rows, options), "ops": found}, indent=1))
@@ -305,8 +319,9 @@ def main() -> int:
     parser.add_argument("--op", action="append", metavar="GLOB", help="operators to try; may be given several times")
     parser.add_argument("--case", type=int, help="try this case of the one operator given, here and now")
     parser.add_argument("--mesh", action="append", choices=["4", "2,2"], help="meshes to try (both)")
+    parser.add_argument("--dtype", help="dtype of the samples, as in int64 (float32 where the operator supports it)")
     parser.add_argument("--samples", type=int, default=8, help="samples of each operator (8)")
-    parser.add_argument("--mixes", type=int, default=3, help="random layouts of each sample (3)")
+    parser.add_argument("--mixes", type=int, default=4, help="random layouts of each sample (4)")
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
     parser.add_argument("--workers", type=int, default=2, help="processes at once (2)")
     parser.add_argument("--limit", type=float, default=120, help="seconds an operator may take; half of it for one case (120)")
@@ -314,6 +329,8 @@ def main() -> int:
     parser.add_argument("--output", default="build/op_db", help="where to write .md and .json (build/op_db)")
     parser.add_argument("--quiet", action="store_true", help="print the totals alone")
     arguments = parser.parse_args()
+    if arguments.dtype is not None:
+        cases.only_dtype = getattr(torch, arguments.dtype)
     meshes = [tuple(map(int, mesh.split(","))) for mesh in arguments.mesh or ("4", "2,2")]
     options = Options(arguments.samples, arguments.mixes, meshes, not arguments.forward_only, arguments.timeout)
     names = [name for name in cases.OPS if any(fnmatch.fnmatchcase(name, glob) for glob in arguments.op or ["*"])]

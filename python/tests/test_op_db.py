@@ -25,6 +25,6 @@ def test_operators_equal_one_device(tmp_path: Path) -> None:
 
 
 def test_a_case_runs_alone() -> None:
-    command = [sys.executable, str(RUN), "--op", "mul", "--case", "1"]
+    command = [sys.executable, str(RUN), "--op", "addmm", "--case", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "function: right" in done.stdout, done.stdout + done.stderr

@@ -197,3 +197,17 @@ def test_ctc_loss_with_lengths_in_tensors() -> None:
         whole = [tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) for each in (targets, *lengths)]
         for placements in placements_of(log_probs, mesh, partial=False):
             assert_whole(torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *whole), expected)
+
+
+@on_ranks()
+def test_indices_that_are_lists() -> None:
+    check_everywhere(lambda x: x[[0, 2, 4]], values(5, 3))
+    check_everywhere(lambda x: x[:, [0, 2]], values(5, 3))
+    check_everywhere(lambda x: x[[0, 4], [2, 1]], values(5, 3))
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[[0, 4]] = 7
+        return x
+
+    check_everywhere(written, values(5, 3))

@@ -38,6 +38,9 @@ Rule product(const std::string& text, bool added = false) {
         product.linear = {{0}, {1}};
         if (added) {
           const Spec& term = call.tensors[0];
+          // libtorch refuses a factor that is no integer only where there is nothing to multiply: on some
+          // ranks.
+          if (c10::isIntegralType(term.dtype(), true)) return std::nullopt;
           if (term.ndim() > static_cast<int64_t>(shape.size())) return std::nullopt;
           if (!at::is_expandable_to(term.shape(), shape)) return std::nullopt;
           product.inputs.insert(product.inputs.begin(), broadcast(term.shape(), shape, product.outputs[0]));
@@ -47,7 +50,14 @@ Rule product(const std::string& text, bool added = false) {
         if (std::any_of(call.tensors.begin(), call.tensors.end(),
                         [](const Spec& spec) { return spec.dtype() == c10::ScalarType::Bool; }))
           return std::nullopt;
-        return Proposal{rows(product), {{shape}}};
+        Proposal proposal{rows(product), {{shape}}};
+        // libtorch takes the size of what is added where there are no rows: none may be without.
+        if (shape.size() == 1 && added && call.tensors[0].shape() != c10::IntArrayRef(shape)) {
+          for (Row& row : proposal.rows) {
+            if (row.outputs[0].is_shard()) row.divisor = shape[0];
+          }
+        }
+        return proposal;
       }};
 }
 

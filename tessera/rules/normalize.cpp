@@ -1,4 +1,3 @@
-#include <tessera/placement/chunk.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -186,11 +185,17 @@ struct BatchNorm {
   }
 };
 
-/// Whether a dim is cut so that some rank holds nothing of it, which libtorch's kernel cannot do with.
-bool leaves_none(const Spec& spec, int64_t dim) {
+/// Channels are cut evenly or not at all: libtorch's kernel cannot do with none.
+void cut_channels_evenly(std::vector<Row>& rows, int64_t channels) {
+  for (Row& row : rows) {
+    if (row.outputs[0].is_shard(1)) row.divisor = channels;
+  }
+}
+
+bool channels_are_uneven(const Spec& spec) {
   int64_t parts = 1;
-  for (const int64_t m : mesh_dims_of(spec, dim)) parts *= spec.mesh().shape()[m];
-  return parts > 1 && chunk(spec.shape()[dim], parts, parts - 1).size == 0;
+  for (const int64_t m : mesh_dims_of(spec, 1)) parts *= spec.mesh().shape()[m];
+  return spec.shape()[1] % parts != 0;
 }
 
 /// A vector of channels as a tensor that meets the input.
@@ -243,7 +248,7 @@ std::optional<Proposal> batch_norm(const Call& call) {
   const bool moves = call.tensor("running_mean") && !call.written[*call.tensor("running_mean")] &&
                      !std::all_of(call.tensors.begin(), call.tensors.end(),
                                   [](const Spec& spec) { return spec.is_replicated(); });
-  if (training && (moves || is_cut(input, dims.others) || leaves_none(input, 1))) {
+  if (training && (moves || is_cut(input, dims.others) || channels_are_uneven(input))) {
     Proposal proposal;
     proposal.decompose = batch_norm_by_means;
     return proposal;
@@ -259,7 +264,9 @@ std::optional<Proposal> batch_norm(const Call& call) {
     // What is saved for the gradient is empty.
     einsum.contracted = Replicate();
   }
-  return Proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  cut_channels_evenly(proposal.rows, input.shape()[1]);
+  return proposal;
 }
 
 Stack batch_norm_backward_by_sums(const c10::OperatorHandle&, Stack arguments) {
@@ -297,7 +304,7 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
   const Spec& input = call.tensors[1];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
   const BatchNorm dims(input, true);
-  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others) || leaves_none(input, 1)) {
+  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others) || channels_are_uneven(input)) {
     Proposal proposal;
     proposal.decompose = batch_norm_backward_by_sums;
     return proposal;
@@ -312,7 +319,9 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
     named.set(name, training ? dims.channels : Letters{kWhole});
   Einsum einsum{.inputs = named.take(), .outputs = {dims.input, dims.channels, dims.channels}};
   const Shape channels{input.shape()[1]};
-  return Proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  cut_channels_evenly(proposal.rows, input.shape()[1]);
+  return proposal;
 }
 
 }  // namespace

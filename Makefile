@@ -4,13 +4,14 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test bench build lint tidy format install tsan clean
+.PHONY: help demo test bench build operators lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
 	@echo 'make test      build, then run all tests, and a program against the installed package'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
+	@echo 'make operators build, then write docs/operators.md from the sharding rules'
 	@echo 'make lint      check formatting, scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
@@ -42,6 +43,9 @@ bench: build
 	@if [ -x .venv/bin/python ]; then .venv/bin/python bench/dispatch_torch.py >$(BUILD)/dispatch_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
+
+operators: build
+	@$(BUILD)/tests/list_operators >docs/operators.md
 
 lint:
 	@scripts/setup >/dev/null

@@ -47,7 +47,20 @@ Rule product(const std::string& text, bool added = false) {
         if (std::any_of(call.tensors.begin(), call.tensors.end(),
                         [](const Spec& spec) { return spec.dtype() == c10::ScalarType::Bool; }))
           return std::nullopt;
-        return Proposal{rows(product), {{shape}}};
+        Proposal proposal{rows(product), {{shape}}};
+        // libtorch forgets to broadcast what is added to a product with an empty matrix and a vector.
+        if (added && shape.size() == 1 && call.tensors[0].shape() != c10::IntArrayRef(shape)) {
+          proposal.localize = [](const Chosen&) {
+            Local local;
+            local.compute = [](const c10::OperatorHandle& op, Stack arguments) {
+              arguments[0] = arguments[0].toTensor().expand({arguments[1].toTensor().size(0)});
+              op.callBoxed(arguments);
+              return arguments;
+            };
+            return local;
+          };
+        }
+        return proposal;
       }};
 }
 

@@ -225,6 +225,21 @@ Stack batch_norm_by_means(const c10::OperatorHandle& op, Stack arguments) {
   return {result.to(input.scalar_type()), mean, inverse};
 }
 
+/// By the operator, but on ranks that hold nothing of the first tensor, which libtorch refuses, or divides by
+/// the size of.
+std::function<Local(const Chosen&)> if_empty(const Function& compute) {
+  return [compute](const Chosen& chosen) {
+    Local local;
+    if (chosen.inputs[0].is_replicated()) return local;
+    local.compute = [compute](const c10::OperatorHandle& op, Stack arguments) {
+      if (arguments[0].toTensor().numel() == 0) return compute(op, std::move(arguments));
+      op.callBoxed(arguments);
+      return arguments;
+    };
+    return local;
+  };
+}
+
 std::optional<Proposal> batch_norm(const Call& call) {
   const Spec& input = call.tensors[0];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
@@ -250,7 +265,12 @@ std::optional<Proposal> batch_norm(const Call& call) {
     // What is saved for the gradient is empty.
     einsum.contracted = Replicate();
   }
-  return Proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  proposal.localize = if_empty([training](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor(), saved = x.new_zeros({training ? x.size(1) : 0});
+    return Stack{at::empty_like(x), saved, saved.clone()};
+  });
+  return proposal;
 }
 
 Stack batch_norm_backward_by_sums(const c10::OperatorHandle&, Stack arguments) {
@@ -303,7 +323,15 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
     named.set(name, training ? dims.channels : Letters{kWhole});
   Einsum einsum{.inputs = named.take(), .outputs = {dims.input, dims.channels, dims.channels}};
   const Shape channels{input.shape()[1]};
-  return Proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  proposal.localize = if_empty([](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[1].toTensor();
+    const auto mask = arguments[9].toBoolList();
+    auto wanted = [&](size_t i, const at::Tensor& gradient) { return mask[i] ? gradient : at::Tensor(); };
+    return Stack{wanted(0, at::empty_like(x)), wanted(1, x.new_zeros({x.size(1)})),
+                 wanted(2, x.new_zeros({x.size(1)}))};
+  });
+  return proposal;
 }
 
 }  // namespace

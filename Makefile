@@ -68,6 +68,7 @@ bench: build
 	@$(BUILD)/bench/bench_placement
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
+	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
 

@@ -268,10 +268,16 @@ class OperatorCall {
     collect();
     if (!with_dims_.empty()) [[unlikely]]
       replicate_plain();
+    run_collected();
+  }
+
+ private:
+  void run_collected() {
     RecipeCache& recipes = cache();
     if (const auto* known = recipes.find(key_)) {
       recipe_ = *known;
     } else {
+      if (unify_meshes()) return run_collected();
       check();
       recipe_ = std::make_shared<Recipe>(make_recipe());
       recipes.insert(key_, recipe_);
@@ -300,7 +306,6 @@ class OperatorCall {
     wrap();
   }
 
- private:
   IValue& argument(size_t position) { return stack_[first_ + position]; }
   const DeviceMesh& mesh() const { return arguments_[0].spec().mesh(); }
   const std::string& name_of(size_t position) const { return schema_.arguments()[position].name(); }
@@ -405,22 +410,55 @@ class OperatorCall {
   void replicate_plain() {
     TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
                   ": was dispatched to Tessera without a distributed tensor.");
-    restore();
     const DeviceMesh mesh = this->mesh();
-    auto distributed = [&](const at::Tensor& tensor) {
+    const auto positions = std::exchange(with_dims_, {});
+    collect_again(positions, [&](const at::Tensor& tensor) {
       if (!tensor.defined() || DTensorImpl::of(tensor) || tensor.dim() == 0) return tensor;
-      return make_dtensor(
-          tensor, Spec(mesh, replicated(mesh), tensor.sizes(), tensor.strides(), tensor.scalar_type()));
-    };
-    for (const size_t position : with_dims_) {
+      return replica(tensor, mesh);
+    });
+  }
+
+  /// Numbers on other meshes than that of the first tensor with dims are brought there. Lists that are worked
+  /// on item by item are left alone. Returns whether there were any.
+  bool unify_meshes() {
+    if (arguments_.empty()) return false;
+    const auto with_dims = std::find_if(arguments_.begin(), arguments_.end(),
+                                        [](const Argument& a) { return a.tensor.dim() > 0; });
+    const DeviceMesh mesh = (with_dims == arguments_.end() ? arguments_.front() : *with_dims).spec().mesh();
+    std::vector<size_t> positions;
+    for (const Argument& each : arguments_) {
+      if (each.tensor.dim() > 0 || each.written || (is_itemwise() && each.in_list) ||
+          each.spec().mesh() == mesh)
+        continue;
+      if (positions.empty() || positions.back() != each.position) positions.push_back(each.position);
+    }
+    if (positions.empty()) return false;
+    collect_again(positions, [&](const at::Tensor& tensor) {
+      const DTensorImpl* impl = tensor.defined() ? DTensorImpl::of(tensor) : nullptr;
+      if (!impl || tensor.dim() > 0 || impl->spec().mesh() == mesh) return tensor;
+      const Spec& spec = impl->spec();
+      return replica(execute(plan(spec, spec.with_placements(replicated(spec.mesh()))), impl->local()), mesh);
+    });
+    return true;
+  }
+
+  static at::Tensor replica(const at::Tensor& value, const DeviceMesh& mesh) {
+    return make_dtensor(value,
+                        Spec(mesh, replicated(mesh), value.sizes(), value.strides(), value.scalar_type()));
+  }
+
+  /// With the tensors at these positions replaced.
+  template <class Replace>
+  void collect_again(c10::ArrayRef<size_t> positions, const Replace& replacement) {
+    restore();
+    for (const size_t position : positions) {
       IValue& value = argument(position);
       if (value.isTensor()) {
-        value = distributed(value.toTensor());
+        value = replacement(value.toTensor());
       } else {
-        replace_items(value, distributed);
+        replace_items(value, replacement);
       }
     }
-    with_dims_.clear();
     arguments_.clear();
     key_.clear();
     collect();
@@ -449,26 +487,35 @@ class OperatorCall {
                   "the operator that returns a new tensor, as in x = x.reshape(sizes).");
     TESSERA_CHECK(!arguments_.empty(), kernel_.name_,
                   ": was dispatched to Tessera without a distributed tensor.");
-    const bool any_mesh = resolved_.rule && resolved_.rule->itemwise;
+    if (!is_itemwise()) check_one_mesh();
     for (const Argument& argument : arguments_) {
-      const DeviceMesh& other = argument.spec().mesh();
-      TESSERA_CHECK_VALUE(any_mesh || other == mesh(), kernel_.name_, ": argument '",
-                          name_of(argument.position), "' is on ", other, " of ranks ",
-                          c10::IntArrayRef(other.ranks()), ", but '", name_of(arguments_[0].position),
-                          "' is on ", mesh(), " of ranks ", c10::IntArrayRef(mesh().ranks()),
-                          ". All distributed tensors of an operator must be on the same mesh: gather one "
-                          "with full_tensor() and "
-                          "distribute it anew.");
-      TESSERA_CHECK(other.is_member(), kernel_.name_, ": rank ", other.get_rank(), " is not in ", other,
-                    " of ranks ", c10::IntArrayRef(other.ranks()),
+      const DeviceMesh& mesh = argument.spec().mesh();
+      TESSERA_CHECK(mesh.is_member(), kernel_.name_, ": rank ", mesh.get_rank(), " is not in ", mesh,
+                    " of ranks ", c10::IntArrayRef(mesh.ranks()),
                     ", so it cannot compute on tensors there; ask mesh.is_member() first.");
     }
   }
 
+  bool is_itemwise() const { return resolved_.rule && resolved_.rule->itemwise; }
+
+  void check_one_mesh() const {
+    for (const Argument& argument : arguments_) {
+      const DeviceMesh& other = argument.spec().mesh();
+      TESSERA_CHECK_VALUE(other == mesh(), kernel_.name_, ": argument '", name_of(argument.position),
+                          "' is on ", other, " of ranks ", c10::IntArrayRef(other.ranks()), ", but '",
+                          name_of(arguments_[0].position), "' is on ", mesh(), " of ranks ",
+                          c10::IntArrayRef(mesh().ranks()),
+                          ". All distributed tensors of an operator must be on the same mesh: gather one "
+                          "with full_tensor() and distribute it anew.");
+    }
+  }
+
   void check_plain(size_t position, const at::Tensor& tensor) const {
-    // Lists with holes are indices, which Python makes of lists of numbers, as in x[[0, 2]].
-    if (!kernel_.written_[position] && (may_be_plain(tensor) || kernel_.has_holes_[position])) [[likely]]
+    if (!kernel_.written_[position] && may_be_plain(position, tensor)) [[likely]]
       return;
+    // A number that is written on every rank alike: computed from replicas, or beside the items of a list
+    // (steps).
+    if (tensor.dim() == 0 && (!resolved_.rule || is_itemwise())) return;
     TESSERA_CHECK_VALUE(false, kernel_.name_, ": argument '", name_of(position),
                         "' is a plain tensor of shape ", tensor.sizes(), " among distributed ones",
                         arguments_.empty() ? "" : c10::str(" (", arguments_[0].spec(), ")"),
@@ -477,10 +524,11 @@ class OperatorCall {
                         "all ranks, keep a tessera::ImplicitReplicationGuard alive around the call.");
   }
 
-  /// A number, or the same on all ranks: because the user says so, or because a formula of autograd made it
-  /// (zeros for a gradient that is not there).
-  static bool may_be_plain(const at::Tensor& tensor) {
-    return tensor.dim() == 0 || implicit_replication() || torch::autograd::get_current_graph_task_id() != -1;
+  /// A number, or the same on all ranks: because the user says so, because a formula of autograd made it
+  /// (zeros for a gradient that is not there), or because it is an index, as in x[[0, 2]].
+  bool may_be_plain(size_t position, const at::Tensor& tensor) const {
+    return tensor.dim() == 0 || kernel_.has_holes_[position] || implicit_replication() ||
+           torch::autograd::get_current_graph_task_id() != -1;
   }
 
   // --- what to do
@@ -493,6 +541,8 @@ class OperatorCall {
       recipe.by_rule = true;
       recipe.decision = *std::move(decision);
       if (recipe.decision.decompose) return recipe;
+    } else {
+      check_one_mesh();
     }
     const rules::Decision& decision = recipe.decision;
     for (const size_t i : c10::irange(arguments_.size())) {
@@ -698,6 +748,8 @@ class OperatorCall {
   at::Tensor wrapped(at::Tensor local, size_t index) {
     const size_t number = next_output_++;
     if (!local.defined()) return local;
+    if (local.is_conj() || local.is_neg()) [[unlikely]]
+      local = local.resolve_conj().resolve_neg();
     if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
     const Spec& spec = output_spec(local, number);
     at::Tensor result = make_dtensor(std::move(local), spec);

@@ -10,7 +10,7 @@ namespace {
 std::optional<Proposal> like(const Call& call) {
   const Spec& spec = call.tensors[0];
   const Letters all = identity(spec.ndim());
-  Proposal proposal = moved(all, all, {spec.shape().vec(), dense_strides(spec)});
+  Proposal proposal = moved(all, all, {spec.shape().vec(), new_strides(call)});
   for (Row& row : proposal.rows) {
     if (row.outputs[0].is_partial()) row.outputs[0] = Replicate();
   }
@@ -21,7 +21,7 @@ std::optional<Proposal> like(const Call& call) {
 std::optional<Proposal> empty_like(const Call& call) {
   const Spec& spec = call.tensors[0];
   const Letters all = identity(spec.ndim());
-  return moved(all, all, {spec.shape().vec(), dense_strides(spec)});
+  return moved(all, all, {spec.shape().vec(), new_strides(call)});
 }
 
 /// A new tensor of given sizes: placed like this one if these are its own, else replicated.
@@ -57,8 +57,8 @@ std::optional<Proposal> sized(const Call& call) {
 
 Table factory_rules() {
   return {
-      {{"zeros_like", "ones_like", "full_like"}, {"placed like the input, P as R", like}},
-      {{"empty_like"}, {"placed like the input", empty_like}},
+      {{"zeros_like", "ones_like", "full_like"}, {"placed like the input, P as R", like, {"memory_format"}}},
+      {{"empty_like"}, {"placed like the input", empty_like, {"memory_format"}}},
       {{"new_empty", "new_zeros", "new_ones", "new_full"},
        {"placed like the input, P as R, if of its sizes; else replicated", sized, {"size"}}},
       {{"new_empty_strided"},

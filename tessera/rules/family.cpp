@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include <ATen/WrapDimUtils.h>
+#include <c10/core/MemoryFormat.h>
 
 namespace tessera::rules {
 
@@ -25,6 +26,21 @@ bool contains(const Shape& dims, int64_t dim) {
 Shape dense_strides(const Spec& spec) {
   const auto strides = local_strides(spec.strides(), spec.shape());
   return {strides.begin(), strides.end()};
+}
+
+Shape new_strides(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (!call.position("memory_format") || !call.has("memory_format")) return dense_strides(spec);
+  switch (call.value("memory_format").toMemoryFormat()) {
+    case at::MemoryFormat::Preserve:
+      return dense_strides(spec);
+    case at::MemoryFormat::ChannelsLast:
+      return c10::get_channels_last_strides_2d(spec.shape());
+    case at::MemoryFormat::ChannelsLast3d:
+      return c10::get_channels_last_strides_3d(spec.shape());
+    default:
+      return {};
+  }
 }
 
 bool is_cut(const Spec& spec, const Shape& dims) {

@@ -49,6 +49,9 @@ bool contains(const Shape& dims, int64_t dim);
 /// Strides without gaps, with the dims in the same order in memory.
 Shape dense_strides(const Spec& spec);
 
+/// The strides of a new tensor like the first, as the call's memory_format, if any, says.
+Shape new_strides(const Call& call);
+
 /// Whether one of the dims is cut.
 bool is_cut(const Spec& spec, const Shape& dims);
 /// How many of the dims' elements this rank holds, over how many there are.

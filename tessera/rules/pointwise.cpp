@@ -20,15 +20,24 @@ Rule monotone() {
 }
 
 /// The same on every rank, whatever it holds.
-std::optional<Proposal> same(const Call& call, bool dense) {
+std::optional<Proposal> same(const Call& call) {
   const Spec& spec = call.tensors[0];
   const Letters all = identity(spec.ndim());
-  return moved(all, all, {spec.shape().vec(), dense ? dense_strides(spec) : spec.strides().vec()});
+  return moved(all, all, {spec.shape().vec(), spec.strides().vec()});
+}
+
+/// In memory of its own.
+std::optional<Proposal> copied(const Call& call) {
+  const Letters all = identity(call.tensors[0].ndim());
+  return moved(all, all, {call.tensors[0].shape().vec(), new_strides(call)});
 }
 
 std::optional<Proposal> cast(const Call& call) {
   const bool same_dtype = !call.has("dtype") || call.value("dtype").toScalarType() == call.tensors[0].dtype();
-  return same_dtype ? same(call, true) : pointwise(call);
+  if (same_dtype) return copied(call);
+  auto proposal = pointwise(call);
+  if (proposal) proposal->results[0].strides = new_strides(call);
+  return proposal;
 }
 
 std::optional<Proposal> copy(const Call& call) {
@@ -144,10 +153,9 @@ Table pointwise_rules() {
         "_add_relu.Tensor"},
        any_pointwise()},
       {{"log_sigmoid_forward"}, {"by min, log1p and exp", log_sigmoid}},
-      {{"detach", "alias", "lift_fresh", "lift", "detach_"},
-       {"as it is", [](const Call& call) { return same(call, false); }}},
-      {{"clone", "zero_", "_lazy_clone"}, {"as it is", [](const Call& call) { return same(call, true); }}},
-      {{"_to_copy"}, {"pointwise; as it is if the dtype stays", cast, {"dtype"}}},
+      {{"detach", "alias", "lift_fresh", "lift", "detach_"}, {"as it is", same}},
+      {{"clone", "zero_", "_lazy_clone"}, {"as it is", copied, {"memory_format"}}},
+      {{"_to_copy"}, {"pointwise; as it is if the dtype stays", cast, {"dtype", "memory_format"}}},
       {{"copy_"}, {"pointwise, linear in both at once if the dtype stays", copy}},
       {{"fill_.Scalar", "fill_.Tensor"}, {"pointwise", fill}},
       {{"equal"}, {"by eq and all", equal}},

@@ -128,7 +128,8 @@ std::optional<Proposal> selected(const Call& call) {
     local.detached = true;
     local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
-      if (is_here) return Stack{x.select(dim, local_index)};
+      // A copy: what is written through to the base must not show in one rank's part of a sum.
+      if (is_here) return Stack{x.select(dim, local_index).clone()};
       return Stack{at::zeros(result.local_shape(), x.options())};
     };
     Placements whole = result.placements();

@@ -317,14 +317,13 @@ def local_part(tensor: torch.Tensor, part: int, parts: int, reduction: str, seed
     one, none = torch.ones_like(tensor), torch.zeros_like(tensor)
     values = {  # of the first, of the second, of the others
         "sum": (tensor * 2, -tensor, none),
-        "avg": (tensor * 2 * parts, -tensor * parts, none),
+        "avg": (tensor * 2, *2 * (torch.where(first % 2 == 0, tensor * 2, none),)),
         "product": (tensor * 2, one / 2, one),
         "max": (tensor, tensor - tensor.abs() - 1, tensor - 1),
         "min": (tensor, tensor + tensor.abs() + 1, tensor + 1),
     }[reduction]
     # Where twice the value is infinite, the first has it all.
-    rest = {"sum": none, "avg": none, "product": one, "max": tensor, "min": tensor}[reduction]
-    whole = tensor * parts if reduction == "avg" else tensor
+    rest = {"sum": none, "avg": tensor, "product": one, "max": tensor, "min": tensor}[reduction]
     is_safe = tensor.abs() < torch.finfo(tensor.dtype).max / 16
     safe = torch.where(first == 0, values[0], torch.where(second == 0, values[1], values[2]))
-    return copy_of(tensor).copy_(torch.where(is_safe, safe, torch.where(first == 0, whole, rest)))
+    return copy_of(tensor).copy_(torch.where(is_safe, safe, torch.where(first == 0, tensor, rest)))

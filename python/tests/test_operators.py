@@ -211,3 +211,33 @@ def test_indices_that_are_lists() -> None:
         return x
 
     check_everywhere(written, values(5, 3))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@on_ranks()
+def test_addmv_broadcasts_over_empty_shards(shape: tuple[int, ...]) -> None:
+    vector, bias = values(3, seed=1), values(*shape, seed=2)
+    expected = torch.addmv(bias, values(5, 3), vector)
+    for mesh in meshes():
+        whole = [tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) for each in (bias, vector)]
+        for placements in placements_of(values(5, 3), mesh, partial=False):
+            assert_whole(torch.addmv(whole[0], tessera.distribute_tensor(values(5, 3), mesh, placements), whole[1]), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@on_ranks()
+def test_batch_norm_of_fewer_channels_than_ranks(training: bool) -> None:
+    def normalised(image: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:
+        result = torch.nn.functional.batch_norm(image, mean, variance, training=training)
+        (gradient,) = torch.autograd.grad(result.square().sum(), image)
+        return [result, gradient, mean, variance]
+
+    image, mean, variance = values(3, 5, 2), values(5, seed=1), values(5, seed=2).abs()
+    expected = normalised(image.clone().requires_grad_(), mean.clone(), variance.clone())
+    for mesh in meshes():
+        for placements in placements_of(image, mesh, partial=False):
+            x = tessera.distribute_tensor(image, mesh, placements).requires_grad_()
+            for target in ([Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim):
+                moments = [tessera.distribute_tensor(each.clone(), mesh, target) for each in (mean, variance)]
+                for got, wanted in zip(normalised(x, *moments), expected, strict=True):
+                    assert_whole(got.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)

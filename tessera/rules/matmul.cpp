@@ -51,11 +51,17 @@ Rule product(const std::string& text, bool added = false) {
                         [](const Spec& spec) { return spec.dtype() == c10::ScalarType::Bool; }))
           return std::nullopt;
         Proposal proposal{rows(product), {{shape}}};
-        // libtorch takes the size of what is added where there are no rows: none may be without.
-        if (shape.size() == 1 && added && call.tensors[0].shape() != c10::IntArrayRef(shape)) {
-          for (Row& row : proposal.rows) {
-            if (row.outputs[0].is_shard()) row.divisor = shape[0];
-          }
+        // libtorch forgets to broadcast what is added to a product with an empty matrix and a vector.
+        if (added && shape.size() == 1 && call.tensors[0].shape() != c10::IntArrayRef(shape)) {
+          proposal.localize = [](const Chosen&) {
+            Local local;
+            local.compute = [](const c10::OperatorHandle& op, Stack arguments) {
+              arguments[0] = arguments[0].toTensor().expand({arguments[1].toTensor().size(0)});
+              op.callBoxed(arguments);
+              return arguments;
+            };
+            return local;
+          };
         }
         return proposal;
       }};

@@ -1,4 +1,3 @@
-#include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
 #include <algorithm>
@@ -185,19 +184,6 @@ struct BatchNorm {
   }
 };
 
-/// Channels are cut evenly or not at all: libtorch's kernel cannot do with none.
-void cut_channels_evenly(std::vector<Row>& rows, int64_t channels) {
-  for (Row& row : rows) {
-    if (row.outputs[0].is_shard(1)) row.divisor = channels;
-  }
-}
-
-bool channels_are_uneven(const Spec& spec) {
-  int64_t parts = 1;
-  for (const int64_t m : mesh_dims_of(spec, 1)) parts *= spec.mesh().shape()[m];
-  return spec.shape()[1] % parts != 0;
-}
-
 /// A vector of channels as a tensor that meets the input.
 at::Tensor meeting(const at::Tensor& channels, int64_t ndim) {
   Shape shape(ndim, 1);
@@ -239,6 +225,21 @@ Stack batch_norm_by_means(const c10::OperatorHandle& op, Stack arguments) {
   return {result.to(input.scalar_type()), mean, inverse};
 }
 
+/// By the operator, but on ranks that hold nothing of the first tensor, which libtorch refuses, or divides by
+/// the size of.
+std::function<Local(const Chosen&)> if_empty(const Function& compute) {
+  return [compute](const Chosen& chosen) {
+    Local local;
+    if (chosen.inputs[0].is_replicated()) return local;
+    local.compute = [compute](const c10::OperatorHandle& op, Stack arguments) {
+      if (arguments[0].toTensor().numel() == 0) return compute(op, std::move(arguments));
+      op.callBoxed(arguments);
+      return arguments;
+    };
+    return local;
+  };
+}
+
 std::optional<Proposal> batch_norm(const Call& call) {
   const Spec& input = call.tensors[0];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
@@ -248,7 +249,7 @@ std::optional<Proposal> batch_norm(const Call& call) {
   const bool moves = call.tensor("running_mean") && !call.written[*call.tensor("running_mean")] &&
                      !std::all_of(call.tensors.begin(), call.tensors.end(),
                                   [](const Spec& spec) { return spec.is_replicated(); });
-  if (training && (moves || is_cut(input, dims.others) || channels_are_uneven(input))) {
+  if (training && (moves || is_cut(input, dims.others))) {
     Proposal proposal;
     proposal.decompose = batch_norm_by_means;
     return proposal;
@@ -265,7 +266,10 @@ std::optional<Proposal> batch_norm(const Call& call) {
     einsum.contracted = Replicate();
   }
   Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
-  cut_channels_evenly(proposal.rows, input.shape()[1]);
+  proposal.localize = if_empty([training](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor(), saved = x.new_zeros({training ? x.size(1) : 0});
+    return Stack{at::empty_like(x), saved, saved.clone()};
+  });
   return proposal;
 }
 
@@ -304,7 +308,7 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
   const Spec& input = call.tensors[1];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
   const BatchNorm dims(input, true);
-  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others) || channels_are_uneven(input)) {
+  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others)) {
     Proposal proposal;
     proposal.decompose = batch_norm_backward_by_sums;
     return proposal;
@@ -320,7 +324,13 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
   Einsum einsum{.inputs = named.take(), .outputs = {dims.input, dims.channels, dims.channels}};
   const Shape channels{input.shape()[1]};
   Proposal proposal{rows(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
-  cut_channels_evenly(proposal.rows, input.shape()[1]);
+  proposal.localize = if_empty([](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor x = arguments[1].toTensor();
+    const auto mask = arguments[9].toBoolList();
+    auto wanted = [&](size_t i, const at::Tensor& gradient) { return mask[i] ? gradient : at::Tensor(); };
+    return Stack{wanted(0, at::empty_like(x)), wanted(1, x.new_zeros({x.size(1)})),
+                 wanted(2, x.new_zeros({x.size(1)}))};
+  });
   return proposal;
 }
 

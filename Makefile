@@ -4,7 +4,7 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db operators wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
@@ -15,6 +15,7 @@ help:
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
+	@echo 'make operators build, then write docs/operators.md from the sharding rules'
 	@echo 'make lint      check formatting, scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
@@ -71,6 +72,9 @@ bench: build
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
+
+operators: build
+	@$(BUILD)/tests/list_operators >docs/operators.md
 
 lint:
 	@scripts/setup >/dev/null

@@ -29,8 +29,20 @@ DTensorImpl::DTensorImpl(at::Tensor local, Spec spec)
 }
 
 void DTensorImpl::receive() const {
-  local_ = pending_->wait();
-  pending_.reset();
+  if (pending_) {
+    local_ = pending_->wait();
+    pending_.reset();
+  }
+  if (!origin_) return;
+  const auto* base = static_cast<const DTensorImpl*>(origin_->base.unsafeGetTensorImpl());
+  base->local();  // which may be a view of that kind itself
+  if (!origin_->read || base->version() == origin_->version) return;
+  origin_->version = base->version();
+  local_.copy_(of(origin_->read())->local_);
+}
+
+uint32_t DTensorImpl::version() const {
+  return version_counter().enabled() ? version_counter().current_version() : 0;
 }
 
 const char* DTensorImpl::tensorimpl_type_name() const {
@@ -77,7 +89,8 @@ void DTensorImpl::write_through() const {
   const DTensorImpl* view = this;
   for (auto origin = origin_; origin; origin = view->origin_) {
     const auto* base = static_cast<const DTensorImpl*>(origin->base.unsafeGetTensorImpl());
-    if (origin->write) origin->write(base->local(), view->local());
+    if (origin->write) origin->write(base->local_, view->local_);
+    origin->version = base->version() + 1;  // as the operator that writes will make it
     view = base;
   }
 }

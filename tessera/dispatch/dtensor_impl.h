@@ -26,9 +26,10 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     return impl->key_set().has(c10::DispatchKey::PrivateUse3) ? static_cast<DTensorImpl*>(impl) : nullptr;
   }
 
-  /// What this rank holds. Waits for it if it is still under way.
+  /// What this rank holds. Waits for it if it is still under way. Of a view that does not share the memory of
+  /// its base, after a write into that: made again first, which is collective.
   const at::Tensor& local() const {
-    if (pending_) [[unlikely]]
+    if (pending_ || origin_) [[unlikely]]
       receive();
     return local_;
   }
@@ -40,12 +41,17 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// What a view is of, if writing into its local tensor does not write into its base.
   struct Origin {
     at::Tensor base;  // distributed
-    /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing if they
-    /// share their memory, but the base itself has an origin.
+    /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing, as is
+    /// `read`, if they share their memory, but the base itself has an origin.
     std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
+    /// Makes the view again.
+    std::function<at::Tensor()> read;
+    mutable uint32_t version;  // of the base, when the view was made
   };
   const std::shared_ptr<const Origin>& origin() const { return origin_; }
   void set_origin(std::shared_ptr<const Origin> origin) { origin_ = std::move(origin); }
+  /// How often autograd has seen the tensor, or one that shares its memory, written to.
+  uint32_t version() const;
   /// After a write: writes it into what this is a view of, and what that is a view of.
   void write_through() const;
 

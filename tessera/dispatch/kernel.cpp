@@ -665,6 +665,7 @@ class OperatorCall {
     for (const size_t i : c10::irange(schema_.arguments().size())) {
       if (!schema_.arguments()[i].is_out()) inputs.push_back(argument(i));
     }
+    if (kernel_.reshapes_in_place_) inputs[0] = as_it_was(inputs[0].toTensor());
     functional.callBoxed(inputs);
     Stack results;
     for (const size_t i : c10::irange(schema_.returns().size())) {
@@ -673,6 +674,13 @@ class OperatorCall {
     }
     stack_.erase(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (IValue& result : results) stack_.push_back(std::move(result));
+  }
+
+  /// The tensor with the shape it has now: it will be a view of that.
+  static at::Tensor as_it_was(const at::Tensor& tensor) {
+    const DTensorImpl& impl = *DTensorImpl::of(tensor);
+    return at::Tensor(
+        impl.shallow_copy_and_detach(impl.version_counter(), /*allow_tensor_metadata_change=*/true));
   }
 
   void put(const at::Tensor& result, const at::Tensor& target, size_t position) const {
@@ -800,9 +808,30 @@ class OperatorCall {
                         DTensorImpl::of(view)->local().is_alias_of(base.impl().local());
     if (shares && !base.impl().origin()) [[likely]]
       return;
-    DTensorImpl::Origin origin{base.tensor, {}};
-    if (!shares) origin.write = local.write_back && !base.moved ? local.write_back : replay(number);
+    DTensorImpl::Origin origin{base.tensor, {}, {}, base.impl().version()};
+    if (!shares) {
+      origin.write = local.write_back && !base.moved ? local.write_back : replay(number);
+      origin.read = [op = op_, arguments = values_, of = base.tensor, number] {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return view_of(op, arguments, of, number);
+      };
+    }
     DTensorImpl::of(view)->set_origin(std::make_shared<const DTensorImpl::Origin>(std::move(origin)));
+  }
+
+  /// One of the views that an operator makes of a tensor.
+  static at::Tensor view_of(const c10::OperatorHandle& op, Stack arguments, const at::Tensor& base,
+                            size_t number) {
+    arguments[0] = base;
+    op.callBoxed(arguments);
+    std::vector<at::Tensor> views;
+    for (const IValue& result : arguments) {
+      if (result.isTensor()) views.push_back(result.toTensor());
+      if (result.isTensorList()) {
+        for (const at::Tensor& each : result.toTensorVector()) views.push_back(each);
+      }
+    }
+    return views.at(number);
   }
 
   /// Makes the view of the whole base again, on every rank, and writes there.
@@ -814,17 +843,7 @@ class OperatorCall {
       const Spec whole_view = of_view.with_placements(replicated(of_view.mesh()));
       const at::Tensor whole = at::empty_strided(of_base.shape(), of_base.strides(), base.options());
       whole.copy_(execute(plan(of_base, whole_base), base));
-      Stack stack = arguments;
-      stack[0] = whole;
-      op.callBoxed(stack);
-      std::vector<at::Tensor> views;
-      for (const IValue& result : stack) {
-        if (result.isTensor()) views.push_back(result.toTensor());
-        if (result.isTensorList()) {
-          for (const at::Tensor& each : result.toTensorVector()) views.push_back(each);
-        }
-      }
-      views[number].copy_(execute(plan(of_view, whole_view), view));
+      view_of(op, arguments, whole, number).copy_(execute(plan(of_view, whole_view), view));
       base.copy_(execute(plan(whole_base, of_base), whole));
     };
   }

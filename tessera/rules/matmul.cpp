@@ -38,6 +38,9 @@ Rule product(const std::string& text, bool added = false) {
         product.linear = {{0}, {1}};
         if (added) {
           const Spec& term = call.tensors[0];
+          // libtorch refuses a factor that is no integer only where there is nothing to multiply: on some
+          // ranks.
+          if (c10::isIntegralType(term.dtype(), true)) return std::nullopt;
           if (term.ndim() > static_cast<int64_t>(shape.size())) return std::nullopt;
           if (!at::is_expandable_to(term.shape(), shape)) return std::nullopt;
           product.inputs.insert(product.inputs.begin(), broadcast(term.shape(), shape, product.outputs[0]));

@@ -1,5 +1,3 @@
-#include <tessera/placement/chunk.h>
-#include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
 #include <algorithm>
@@ -186,13 +184,6 @@ struct BatchNorm {
   }
 };
 
-/// Whether a dim is cut so that some rank holds nothing of it, which libtorch's kernel cannot do with.
-bool leaves_none(const Spec& spec, int64_t dim) {
-  int64_t parts = 1;
-  for (const int64_t m : mesh_dims_of(spec, dim)) parts *= spec.mesh().shape()[m];
-  return parts > 1 && chunk(spec.shape()[dim], parts, parts - 1).size == 0;
-}
-
 /// A vector of channels as a tensor that meets the input.
 at::Tensor meeting(const at::Tensor& channels, int64_t ndim) {
   Shape shape(ndim, 1);
@@ -258,7 +249,7 @@ std::optional<Proposal> batch_norm(const Call& call) {
   const bool moves = call.tensor("running_mean") && !call.written[*call.tensor("running_mean")] &&
                      !std::all_of(call.tensors.begin(), call.tensors.end(),
                                   [](const Spec& spec) { return spec.is_replicated(); });
-  if (training && (moves || is_cut(input, dims.others) || leaves_none(input, 1))) {
+  if (training && (moves || is_cut(input, dims.others))) {
     Proposal proposal;
     proposal.decompose = batch_norm_by_means;
     return proposal;
@@ -317,7 +308,7 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
   const Spec& input = call.tensors[1];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
   const BatchNorm dims(input, true);
-  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others) || leaves_none(input, 1)) {
+  if (is_cut(input, dims.others) || is_cut(call.tensors[0], dims.others)) {
     Proposal proposal;
     proposal.decompose = batch_norm_backward_by_sums;
     return proposal;

@@ -15,7 +15,8 @@ Rule linear_rule(std::string text, Linear linear) {
 
 Rule monotone() {
   return {"pointwise, increasing", [](const Call& call) {
-            return pointwise(call, {}, {ReduceOp::max, ReduceOp::min});
+            const bool is_ordered = !c10::isComplexType(call.tensors[0].dtype());
+            return is_ordered ? pointwise(call, {}, {ReduceOp::max, ReduceOp::min}) : pointwise(call);
           }};
 }
 

@@ -38,10 +38,15 @@ class Registry {
 
  private:
   Registry() {
-    for (const auto& table : {pointwise_rules, matmul_rules, reduce_rules, view_rules, factory_rules,
-                              normalize_rules, embedding_rules, loss_rules, join_rules, index_rules,
-                              sort_rules, spatial_rules, attention_rules, linalg_rules, list_rules}) {
+    const std::pair<const char*, Table (*)()> tables[] = {
+        {"pointwise", pointwise_rules}, {"matmul", matmul_rules},   {"reduce", reduce_rules},
+        {"normalize", normalize_rules}, {"loss", loss_rules},       {"embedding", embedding_rules},
+        {"attention", attention_rules}, {"spatial", spatial_rules}, {"view", view_rules},
+        {"join", join_rules},           {"index", index_rules},     {"sort", sort_rules},
+        {"factory", factory_rules},     {"list", list_rules},       {"linalg", linalg_rules}};
+    for (const auto& [family, table] : tables) {
       for (Entry& entry : table()) {
+        entry.rule.family = family;
         const Rule* rule = keep(std::move(entry.rule));
         for (const std::string& op : entry.ops) {
           TESSERA_CHECK(rules_.emplace("aten::" + op, rule).second, "aten::", op, " has two sharding rules.");

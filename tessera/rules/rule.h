@@ -121,6 +121,8 @@ struct Rule {
   std::vector<std::string> reads = {};
   /// The operator works on lists, item by item: the rule is for what each item is about.
   bool itemwise = false;
+  /// Which table it is from: "pointwise", ...; empty if it was registered at run time.
+  std::string family = {};
   /// The operator may draw random numbers, but not in calls for which the rule proposes something.
   bool draws_nothing = false;
 };
@@ -141,7 +143,8 @@ TESSERA_API extern std::atomic<uint64_t> registry_version;
 /// Changes whenever a rule is registered.
 inline uint64_t registry_version() { return detail::registry_version.load(std::memory_order_relaxed); }
 
-/// All operators with a rule of their own, in order of their names.
+/// All operators with a rule of their own, in order of their names. What a rule proposes for a call can be
+/// asked of it without any rank: rule.propose(call).
 TESSERA_API std::vector<std::pair<std::string, const Rule*>> all_rules();
 
 }  // namespace tessera::rules

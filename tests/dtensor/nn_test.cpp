@@ -86,5 +86,18 @@ TEST(Modules, TrainWithAdamW) {
   });
 }
 
+TEST(Modules, TrainWithAdagrad) {
+  compare([](const std::vector<at::Tensor>& parameters) {
+    return std::make_unique<torch::optim::Adagrad>(parameters, torch::optim::AdagradOptions(0.05));
+  });
+}
+
+TEST(Modules, TrainWithRMSprop) {
+  compare([](const std::vector<at::Tensor>& parameters) {
+    return std::make_unique<torch::optim::RMSprop>(parameters,
+                                                   torch::optim::RMSpropOptions(0.005).momentum(0.5));
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -116,9 +116,15 @@ TEST_P(Families, Convolution) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor image = numbers({size, 4, 5, 5}), w = numbers({8, 4, 3, 3}, 1) * 0.1,
                      b = numbers({8}, 2);
-    check([](const Tensors& x) { return at::conv2d(x[0], x[1], x[2], at::IntArrayRef{1}, at::IntArrayRef{1}); }, {image, w, b});
-    check([](const Tensors& x) { return at::conv2d(x[0], x[1], at::Tensor(), at::IntArrayRef{2}, at::IntArrayRef{0}, at::IntArrayRef{1}, 2); },
-          {image, numbers({8, 2, 3, 3}) * 0.1});
+    check(
+        [](const Tensors& x) { return at::conv2d(x[0], x[1], x[2], at::IntArrayRef{1}, at::IntArrayRef{1}); },
+        {image, w, b});
+    check(
+        [](const Tensors& x) {
+          return at::conv2d(x[0], x[1], at::Tensor(), at::IntArrayRef{2}, at::IntArrayRef{0},
+                            at::IntArrayRef{1}, 2);
+        },
+        {image, numbers({8, 2, 3, 3}) * 0.1});
     check([](const Tensors& x) { return at::conv_transpose2d(x[0], x[1], x[2]); },
           {image, numbers({4, 8, 2, 2}, 1) * 0.1, b});
     check([](const Tensors& x) { return at::conv1d(x[0], x[1]); },

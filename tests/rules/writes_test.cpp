@@ -56,6 +56,31 @@ TEST(Writes, ThroughViewsOfCutDims) {
   }
 }
 
+/// A view that is a copy must show what is written into its base later.
+TEST(Writes, AreSeenByViews) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const Placements& placements : all_placements(1, 2, true)) {
+      at::Tensor plain = numbers({6, 4}), x = distribute_tensor(plain, mesh, placements);
+      std::vector<at::Tensor> seen;
+      for (const at::Tensor& each : {x, plain}) {
+        const at::Tensor part = each.slice(0, 1, 5), row = part.select(0, 2), turned = part.t();
+        each.add_(1);
+        row.mul_(2);
+        each.mul_(3);
+        part.sub_(4);
+        turned.add_(2);
+        each.select(1, 1).zero_();
+        for (const at::Tensor& view : {part, row, turned}) seen.push_back(view * 1);
+      }
+      for (size_t i = 0; i < 3; ++i)
+        expect_close(DTensor(seen[i]).full_tensor(), seen[3 + i],
+                     DTensor(x).spec().str() + std::to_string(i));
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
+    }
+  });
+}
+
 /// Of operators that return several views; autograd does not take such writes.
 TEST(Writes, ThroughSeveralViews) {
   run(4, [] {
@@ -102,6 +127,11 @@ TEST(Writes, InPlaceViews) {
         EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
       }
     }
+    // Of a view, which stays one.
+    at::Tensor plain = numbers({5, 1, 4}), x = distribute_tensor(plain, mesh, {Shard(0), Shard(1)});
+    for (const at::Tensor& each : {x, plain}) each.slice(0, 1, 4).squeeze_(1).t_().add_(3);
+    EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain));
+
     at::Tensor leaf = distribute_tensor(numbers({5, 1}), mesh, {Shard(0), Replicate()}).requires_grad_();
     at::Tensor y = leaf * 2;
     y.squeeze_(1);

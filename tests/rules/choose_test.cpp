@@ -1,0 +1,160 @@
+// Rules and the choice among what they propose, as pure metadata: no ranks run.
+
+#include <tessera/rules/choose.h>
+#include <tessera/rules/einsum.h>
+#include <tessera/rules/rule.h>
+
+#include <algorithm>
+#include <set>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/placement/fake_mesh.h"
+#include "tests/support/errors.h"
+
+namespace tessera::rules {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+
+const Placement R = Replicate(), P = Partial();
+Placement S(int64_t dim) { return Shard(dim); }
+
+bool has(const std::vector<Row>& rows, Placements inputs, Placements outputs) {
+  return std::any_of(rows.begin(), rows.end(),
+                     [&](const Row& row) { return row.inputs == inputs && row.outputs == outputs; });
+}
+
+TEST(Einsum, RowsOfAMatrixProduct) {
+  Einsum product = einsum("mk,kn->mn");
+  EXPECT_EQ(rows(product).size(), 3u);
+  product.linear = {{0}, {1}};
+  const auto all = rows(product);
+  EXPECT_TRUE(has(all, {S(0), R}, {S(0)}));
+  EXPECT_TRUE(has(all, {R, S(1)}, {S(1)}));
+  EXPECT_TRUE(has(all, {S(1), S(0)}, {P}));
+  EXPECT_TRUE(has(all, {P, R}, {P}));
+  EXPECT_TRUE(has(all, {R, P}, {P}));
+  EXPECT_FALSE(has(all, {P, P}, {P}));
+  // Those first that keep the result cut.
+  EXPECT_EQ(all[0].outputs[0], S(0));
+  EXPECT_EQ(all[1].outputs[0], S(1));
+}
+
+TEST(Einsum, ContractionsMayBeForbiddenAndTermsAdded) {
+  Einsum product = einsum("n,mk,kn->mn");
+  product.added = {0};
+  EXPECT_TRUE(has(rows(product), {P, S(1), S(0)}, {P}));
+  EXPECT_TRUE(has(rows(product), {S(0), R, S(1)}, {S(1)}));
+  product.contracted = std::nullopt;
+  EXPECT_FALSE(has(rows(product), {P, S(1), S(0)}, {P}));
+  EXPECT_EQ(rows(einsum("a.->a,a")).size(), 1u);
+  EXPECT_THAT(testing::error_of([] { einsum("mk,kn"); }), ::testing::HasSubstr("->"));
+}
+
+class Choose : public ::testing::Test {
+ protected:
+  Decision decide(const std::string& op, const std::string& overload, const std::vector<Spec>& tensors,
+                  std::vector<c10::IValue> arguments = {}) {
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
+    const Rule* rule = find_rule(overload.empty() ? op : op + "." + overload, true);
+    EXPECT_NE(rule, nullptr);
+    Call call;
+    call.schema = &handle.schema();
+    arguments.resize(handle.schema().arguments().size());
+    call.arguments = arguments;
+    call.readable = &rule->reads;
+    uint32_t position = 0;
+    for (const Spec& spec : tensors) {
+      call.tensors.push_back(spec);
+      call.positions.push_back(position++);
+      call.written.push_back(false);
+    }
+    const std::vector<int64_t> returned(tensors.size(), -1);
+    auto decision = choose(*rule, call, returned);
+    EXPECT_TRUE(decision.has_value());
+    return *decision;
+  }
+  Spec spec(Placements placements, std::vector<int64_t> shape) { return Spec(mesh_, placements, shape); }
+
+  const DeviceMesh mesh_ = fake_mesh({2, 4});
+};
+
+TEST_F(Choose, PerMeshDim) {
+  const Decision product = decide("aten::mm", "", {spec({S(0), S(1)}, {8, 12}), spec({R, S(0)}, {12, 16})});
+  EXPECT_EQ(product.inputs[0].placements(), (Placements{S(0), S(1)}));
+  EXPECT_EQ(product.inputs[1].placements(), (Placements{R, S(0)}));
+  EXPECT_EQ(product.outputs[0].placements, (Placements{S(0), P}));
+  EXPECT_THAT(product.outputs[0].result.shape, ElementsAre(8, 16));
+}
+
+TEST_F(Choose, TheCheapest) {
+  // The small one is moved, not the large one.
+  const Decision sum = decide("aten::add", "Tensor", {spec({R, S(0)}, {64, 64}), spec({R, S(0)}, {64})});
+  EXPECT_EQ(sum.inputs[0].placements(), (Placements{R, S(0)}));
+  EXPECT_EQ(sum.inputs[1].placements(), (Placements{R, R}));
+  // Replicas are sliced rather than shards gathered.
+  const Decision other = decide("aten::mul", "Tensor", {spec({R, R}, {64, 64}), spec({S(1), R}, {64, 64})});
+  EXPECT_EQ(other.inputs[0].placements(), (Placements{S(1), R}));
+}
+
+TEST_F(Choose, KeepsOrdersAndStridedCuts) {
+  const Placements strided{StridedShard(0, 4), S(0)};
+  const Decision scaled = decide("aten::relu", "", {Spec(mesh_, strided, {16, 3})});
+  EXPECT_EQ(scaled.inputs[0].placements(), strided);
+  EXPECT_EQ(scaled.outputs[0].placements, strided);
+  const Spec ordered(mesh_, {S(0), S(0)}, {16, 3}, std::nullopt, at::kFloat, {1, 0});
+  const Decision product = decide("aten::mm", "", {ordered, spec({R, R}, {3, 5})});
+  EXPECT_EQ(product.inputs[0], ordered);
+  EXPECT_EQ(product.outputs[0].order, ordered.order());
+}
+
+TEST_F(Choose, PartialsThatDoNotAgreeAreReduced) {
+  const Decision highest =
+      decide("aten::amax", "", {spec({P, S(0)}, {8, 4})}, {{}, std::vector<int64_t>{0}, false});
+  // A reduce-scatter is cheaper than an all-reduce.
+  EXPECT_EQ(highest.inputs[0].placements(), (Placements{S(1), S(0)}));
+  EXPECT_EQ(highest.outputs[0].placements, (Placements{S(0), Partial(ReduceOp::max)}));
+}
+
+TEST_F(Choose, ViewsNeedEvenCutsOverAllMeshDims) {
+  auto viewed = [&](int64_t rows, Placements placements) {
+    return decide("aten::view", "", {spec(placements, {rows, 6})}, {{}, std::vector<int64_t>{rows * 6}})
+        .outputs[0]
+        .placements;
+  };
+  EXPECT_EQ(viewed(8, {S(0), S(0)}), (Placements{S(0), S(0)}));
+  EXPECT_EQ(viewed(6, {S(0), R}), (Placements{S(0), R}));
+  EXPECT_EQ(viewed(6, {R, S(0)}), (Placements{R, R}));
+  EXPECT_EQ(viewed(4, {S(0), S(0)}), (Placements{S(0), R}));
+}
+
+TEST_F(Choose, RulesNameWhatTheyRead) {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::sum", "dim_IntList");
+  const std::vector<std::string> none;
+  const std::vector<c10::IValue> arguments(4);
+  Call call;
+  call.schema = &handle.schema();
+  call.arguments = arguments;
+  call.readable = &none;
+  EXPECT_THAT(testing::error_of([&] { call.value("dim"); }), ::testing::HasSubstr("does not name it"));
+  for (const auto& [op, rule] : all_rules()) {
+    EXPECT_FALSE(rule->text.empty()) << op;
+    EXPECT_TRUE(rule->propose) << op;
+  }
+  EXPECT_GT(all_rules().size(), 300u);
+}
+
+/// A rule for an operator that does not exist would never be found out.
+TEST(Rules, AreOfOperatorsThatExist) {
+  std::set<std::string> names;
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+    names.insert(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
+  for (const auto& [op, rule] : all_rules()) EXPECT_THAT(names, Contains(op)) << rule->text;
+}
+
+}  // namespace
+}  // namespace tessera::rules

@@ -12,13 +12,13 @@ from tessera import Replicate, Shard
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def check_everywhere(function: Function, tensor: torch.Tensor, partial: bool = True) -> None:
+def check_everywhere(function: Function, tensor: torch.Tensor, partial: bool = True, **tolerance: float) -> None:
     """It gives on every placement what it gives on one device."""
     expected = function(tensor)
     for mesh in meshes():
         for placements in placements_of(tensor, mesh, partial):
             distributed = tessera.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
-            assert_whole(function(distributed.redistribute(placements=placements)), expected)
+            assert_whole(function(distributed.redistribute(placements=placements)), expected, **tolerance)
 
 
 
@@ -241,3 +241,11 @@ def test_batch_norm_of_fewer_channels_than_ranks(training: bool) -> None:
                 moments = [tessera.distribute_tensor(each.clone(), mesh, target) for each in (mean, variance)]
                 for got, wanted in zip(normalised(x, *moments), expected, strict=True):
                     assert_whole(got.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks()
+def test_decompositions_of_which_a_part_is_not_wanted() -> None:
+    matrices = values(3, 4, 4) + 4 * torch.eye(4)
+    check_everywhere(lambda x: torch.linalg.eigvalsh(x @ x.mT), matrices, rtol=1e-4, atol=1e-4)
+    check_everywhere(lambda x: torch.linalg.qr(x, mode="r").R.abs(), matrices, rtol=1e-4, atol=1e-4)
+    check_everywhere(lambda x: torch.linalg.qr(x, mode="r").Q, matrices)

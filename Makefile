@@ -8,7 +8,7 @@ SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp
 
 help:
 	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
-	@echo 'make test      build, then run all tests, and a program against the installed package'
+	@echo 'make test      build, then run all tests, those of the Python package and of what is installed too'
 	@echo 'make python-test  build, then run the tests of the Python package alone'
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'

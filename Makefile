@@ -99,4 +99,4 @@ tsan:
 	@cd build-tsan && GTEST_FILTER="-GlooThreads.*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
 
 clean:
-	@rm -rf $(BUILD) build-tsan
+	@rm -rf $(BUILD) build-tsan build-wheel

@@ -161,6 +161,7 @@ class Worker:
                     continue
                 if isinstance(message, str):
                     row.note = "harness: " + message.strip().splitlines()[-1]
+                    row.add(Outcome(max(self._case.value, 0), "function", "crashed", row.note))
                     print(message, file=sys.stderr)
                 elif not message and not row.counts:
                     row.note = row.note or why_nothing(row.op)
@@ -170,12 +171,13 @@ class Worker:
         now = time.monotonic()
         if self._case.value != self._last[0]:
             self._last = (self._case.value, now)
-        if now - self._last[1] > self._limit / 2:
+        if now - self._last[1] > self._limit / 3:
             self._stop()
-            return self._died("hung", f"no end after {self._limit / 2:.0f} s")
+            return self._died("hung", f"no end after {self._limit / 3:.0f} s")
         if now - self._began > self._limit:
             self._stop()
-            row.note = f"given up after {self._limit:.0f} s, at case {self._case.value}"
+            row.note = f"given up after {self._limit:.0f} s, at case {self._case.value}; give it more with --limit"
+            row.add(Outcome(max(self._case.value, 0), "function", "hung", "not tried from here on"))
             return self._finish()
         return None
 
@@ -185,6 +187,7 @@ class Worker:
         number = self._case.value
         if number < 0:
             row.note = f"{kind} while its samples were made: {message}"
+            row.add(Outcome(0, "function", kind, message))
             return self._finish()
         row.add(Outcome(number, "function", kind, message))
         self._restarts += 1
@@ -324,7 +327,7 @@ def main() -> int:
     parser.add_argument("--mixes", type=int, default=4, help="random layouts of each sample (4)")
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
     parser.add_argument("--workers", type=int, default=2, help="processes at once (2)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds an operator may take; half of it for one case (120)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds an operator may take; a third of it for one case (300)")
     parser.add_argument("--timeout", type=float, default=20, help="seconds a rank waits for another (20)")
     parser.add_argument("--output", default="build/op_db", help="where to write .md and .json (build/op_db)")
     parser.add_argument("--quiet", action="store_true", help="print the totals alone")

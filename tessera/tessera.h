@@ -7,6 +7,7 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
+#include <tessera/debug/comm_debug_mode.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/register.h>

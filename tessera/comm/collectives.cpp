@@ -1,5 +1,6 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/observer.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
@@ -133,6 +134,32 @@ bool even(const Tensors& tensors) {
                      [&](const auto& t) { return t.numel() == tensors[0].numel(); });
 }
 
+int64_t bytes(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
+
+int64_t bytes(const Tensors& tensors) {
+  int64_t sum = 0;
+  for (const at::Tensor& tensor : tensors) sum += bytes(tensor);
+  return sum;
+}
+
+/// Tells observers of a call, not of those that it is made of.
+class Observed {
+ public:
+  template <class Given, class Got>
+  Observed(const char* name, const Given& given, const Got& got, const Group& group) {
+    if (depth_++ > 0 || !Observer::innermost()) [[likely]]
+      return;
+    const Event event{name, std::max(bytes(given), bytes(got)), group};
+    for (Observer* each = Observer::innermost(); each; each = each->outer()) each->called(event);
+  }
+  ~Observed() { --depth_; }
+  Observed(const Observed&) = delete;
+  Observed& operator=(const Observed&) = delete;
+
+ private:
+  inline static thread_local int depth_ = 0;
+};
+
 std::string failure_beside(const Group& group) {
   try {
     const auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(group->getStore());
@@ -170,6 +197,7 @@ void Pending::wait() {
 }
 
 Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& group) {
+  const Observed observed("all_reduce", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;
@@ -199,6 +227,7 @@ Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& gr
 }
 
 Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group& group) {
+  const Observed observed("all_gather", input, outputs, group);
   const auto backend = backend_of(group, input);
   check_size(outputs, group, "all_gather");
   std::vector<Tensors> lists{outputs};
@@ -218,6 +247,7 @@ Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group&
 }
 
 Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const Group& group) {
+  const Observed observed("all_gather", input, output, group);
   const auto backend = backend_of(group, input);
   at::Tensor out = output, in = input;
   if (takes_all(backend)) return Pending(group, backend->_allgather_base(out, in));
@@ -235,6 +265,7 @@ Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const
 
 Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ReduceOp& op,
                        const Group& group) {
+  const Observed observed("reduce_scatter", inputs, output, group);
   const auto backend = backend_of(group, output);
   check_size(inputs, group, "reduce_scatter");
   c10d::ReduceScatterOptions options;
@@ -259,6 +290,7 @@ Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const Re
 
 Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
                             const Group& group) {
+  const Observed observed("reduce_scatter", input, output, group);
   const auto backend = backend_of(group, output);
   at::Tensor out = output, in = input;
   c10d::ReduceScatterOptions options;
@@ -280,6 +312,7 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
 }
 
 Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& group) {
+  const Observed observed("all_to_all", inputs, outputs, group);
   check_size(outputs, group, "all_to_all");
   check_size(inputs, group, "all_to_all");
   const auto backend = backend_of(group, inputs[0]);
@@ -290,6 +323,7 @@ Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& g
 }
 
 Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
+  const Observed observed("broadcast", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   c10d::BroadcastOptions options;
   options.rootRank = root;
@@ -304,6 +338,7 @@ Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
 }
 
 Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const Group& group) {
+  const Observed observed("reduce", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   if (takes_all(backend)) {
     c10d::ReduceOptions options;
@@ -327,6 +362,7 @@ Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const
 }
 
 Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, const Group& group) {
+  const Observed observed("gather", input, outputs, group);
   const auto backend = backend_of(group, input);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(outputs, group, "gather");
@@ -345,6 +381,7 @@ Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, co
 }
 
 Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, const Group& group) {
+  const Observed observed("scatter", inputs, output, group);
   const auto backend = backend_of(group, output);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(inputs, group, "scatter");
@@ -364,17 +401,20 @@ Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, c
 }
 
 Pending barrier(const Group& group) {
+  const Observed observed("barrier", Tensors(), Tensors(), group);
   TESSERA_CHECK_VALUE(group, "barrier: was called on no group.");
   return Pending(group, group->getDefaultBackend()->barrier());
 }
 
 Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag) {
+  const Observed observed("send", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   Tensors tensors{takes_all(backend) ? tensor : bytes_of(tensor)};
   return Pending(group, backend->send(tensors, static_cast<int>(to), tag));
 }
 
 Pending recv(const at::Tensor& tensor, int64_t from, const Group& group, int tag) {
+  const Observed observed("recv", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   Tensors tensors{tensor};
   if (takes_all(backend)) return Pending(group, backend->recv(tensors, static_cast<int>(from), tag));

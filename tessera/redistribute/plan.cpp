@@ -754,14 +754,6 @@ void Search::append_partials(const State& x, std::vector<Step>& steps) const {
   }
 }
 
-std::string bytes_text(int64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  auto value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (value >= 1024 && unit + 1 < std::size(kUnits)) value /= 1024, ++unit;
-  return text(value, unit == 0 ? 0 : 1) + " " + kUnits[unit] + "/rank";
-}
-
 std::string seconds_text(double seconds) {
   if (seconds >= 1) return text(seconds, 1) + " s";
   if (seconds >= 1e-3) return text(seconds * 1e3, 1) + " ms";
@@ -785,6 +777,14 @@ std::string tensor_dims_text(const Step& step) {
 }
 
 }  // namespace
+
+std::string bytes_text(int64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  auto value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kUnits)) value /= 1024, ++unit;
+  return text(value, unit == 0 ? 0 : 1) + " " + kUnits[unit];
+}
 
 std::string_view name(StepKind kind) {
   constexpr std::string_view kNames[] = {"all_gather", "all_reduce", "reduce_scatter", "all_to_all",
@@ -822,7 +822,7 @@ std::string Plan::str() const {
     for (const int64_t i : step.mesh_dims)
       row[1] += c10::str(row[1].empty() ? "" : ",", mesh_dim_text(to.mesh(), i));
     if (step.communicates()) {
-      row[3] = bytes_text(step.bytes);
+      row[3] = bytes_text(step.bytes) + "/rank";
       row[4] = seconds_text(step.seconds);
     }
     for (size_t i = 0; i < row.size(); ++i) width[i] = std::max(width[i], row[i].size());

@@ -83,4 +83,7 @@ struct TESSERA_API Plan {
 /// Found by a best-first search over layouts; the time does not depend on the number of ranks.
 TESSERA_API Plan plan(const Spec& from, const Spec& to, const CostModel& costs = {});
 
+/// "512 B", "24.0 MiB".
+TESSERA_API std::string bytes_text(int64_t bytes);
+
 }  // namespace tessera

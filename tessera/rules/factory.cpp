@@ -24,8 +24,9 @@ std::optional<Proposal> empty_like(const Call& call) {
   return moved(all, all, {spec.shape().vec(), new_strides(call)});
 }
 
-/// A new tensor of given sizes: placed like this one if these are its own, else replicated.
-std::optional<Proposal> sized(const Call& call) {
+/// A new tensor of given sizes: placed like this one if these are its own, else replicated. `place` says how
+/// it is placed like this one.
+std::optional<Proposal> sized(const Call& call, std::optional<Proposal> (*place)(const Call&)) {
   const Spec& spec = call.tensors[0];
   const Shape size = call.integers("size");
   const bool strided = call.position("stride").has_value();
@@ -39,7 +40,7 @@ std::optional<Proposal> sized(const Call& call) {
     if (strided && size.empty()) proposal.results[0].strides.clear();
     return proposal;
   }
-  auto proposal = like(call);
+  auto proposal = place(call);
   proposal->results[0].strides = strided ? call.integers("stride") : Shape();
   proposal->localize = [strides = proposal->results[0].strides](const Chosen& chosen) {
     const auto shape = chosen.outputs[0].local_shape();
@@ -53,16 +54,20 @@ std::optional<Proposal> sized(const Call& call) {
   return proposal;
 }
 
+std::optional<Proposal> new_like(const Call& call) { return sized(call, like); }
+std::optional<Proposal> new_empty(const Call& call) { return sized(call, empty_like); }
+
 }  // namespace
 
 Table factory_rules() {
   return {
       {{"zeros_like", "ones_like", "full_like"}, {"placed like the input, P as R", like, {"memory_format"}}},
       {{"empty_like"}, {"placed like the input", empty_like, {"memory_format"}}},
-      {{"new_empty", "new_zeros", "new_ones", "new_full"},
-       {"placed like the input, P as R, if of its sizes; else replicated", sized, {"size"}}},
+      {{"new_zeros", "new_ones", "new_full"},
+       {"placed like the input, P as R, if of its sizes; else replicated", new_like, {"size"}}},
+      {{"new_empty"}, {"placed like the input if of its sizes; else replicated", new_empty, {"size"}}},
       {{"new_empty_strided"},
-       {"placed like the input, P as R, if of its sizes; else replicated", sized, {"size", "stride"}}},
+       {"placed like the input if of its sizes; else replicated", new_empty, {"size", "stride"}}},
   };
 }
 

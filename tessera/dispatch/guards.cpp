@@ -8,6 +8,7 @@ namespace {
 
 thread_local ImplicitCommunication communication = ImplicitCommunication::allowed;
 thread_local bool replication = false;
+thread_local bool parallel_loss = false;
 
 }  // namespace
 
@@ -19,5 +20,10 @@ ImplicitCommunicationGuard::~ImplicitCommunicationGuard() { communication = prev
 bool implicit_replication() { return replication; }
 ImplicitReplicationGuard::ImplicitReplicationGuard() : previous_(std::exchange(replication, true)) {}
 ImplicitReplicationGuard::~ImplicitReplicationGuard() { replication = previous_; }
+
+bool loss_parallel() { return parallel_loss; }
+
+LossParallel::LossParallel() : previous_(std::exchange(parallel_loss, true)) {}
+LossParallel::~LossParallel() { parallel_loss = previous_; }
 
 }  // namespace tessera

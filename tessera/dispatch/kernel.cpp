@@ -110,7 +110,9 @@ class Kernel final : public c10::OperatorKernel {
         is_composite_(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
                       !rules::find_rule(name_, false)),
         reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
-        reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")) {
+        reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")),
+        is_loss_(name_.starts_with("aten::nll_loss") || name_.starts_with("aten::_softmax") ||
+                 name_.starts_with("aten::_log_softmax")) {
     for (const c10::Argument& argument : schema_.arguments()) {
       written_.push_back(is_written(argument));
       has_holes_.push_back(argument.type()->kind() == c10::TypeKind::ListType &&
@@ -215,6 +217,7 @@ class Kernel final : public c10::OperatorKernel {
   const bool is_composite_;
   const bool reshapes_in_place_;
   const bool reallocates_;
+  const bool is_loss_;
   bool has_out_ = false;
   bool has_views_ = false;
   std::vector<bool> written_;    // by argument
@@ -607,10 +610,23 @@ class OperatorCall {
       report(c10::str("argument '", name_of(argument.position), "' has to be redistributed from ",
                       way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements())));
     }
+    if (kernel_.is_loss_ && loss_parallel()) check_not_gathered(argument, way);
     argument.local = way.slice ? sliced(argument.local, way) : execute(way.plan, argument.local);
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
       argument.local = argument.local.clone();
+  }
+
+  void check_not_gathered(const Argument& argument, const Way& way) const {
+    const auto& steps = way.plan.steps;
+    const bool gathers = std::any_of(steps.begin(), steps.end(), [](const Step& step) {
+      return step.kind == StepKind::all_gather || step.kind == StepKind::all_to_all;
+    });
+    TESSERA_CHECK(
+        !gathers, kernel_.name_, ": argument '", name_of(argument.position), "' would be gathered, from ",
+        way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements()),
+        ", which LossParallel forbids. Cut the targets as the samples of the logits, and weights as "
+        "their classes.");
   }
 
   static at::Tensor sliced(const at::Tensor& local, const Way& way) {
@@ -761,8 +777,13 @@ class OperatorCall {
       local = local.resolve_conj().resolve_neg();
     if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
     const Spec& spec = output_spec(local, number);
+    if (!kernel_.is_view_[index]) return make_dtensor(std::move(local), spec);
+    // A view of a tensor that is not one of inference mode is none either.
+    std::optional<c10::InferenceMode> normal;
+    if (c10::InferenceMode::is_enabled() && !arguments_[0].tensor.is_inference()) [[unlikely]]
+      normal.emplace(false);
     at::Tensor result = make_dtensor(std::move(local), spec);
-    if (kernel_.is_view_[index]) set_origin(result, number);
+    set_origin(result, number);
     return result;
   }
 

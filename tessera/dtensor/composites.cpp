@@ -133,7 +133,14 @@ struct MatrixExp : torch::autograd::Function<MatrixExp> {
 
 at::Tensor linalg_matrix_exp(const at::Tensor& self) { return MatrixExp::apply(self); }
 
+/// The data of a distributed tensor can be set to that of any other; by libtorch's own test only to one with
+/// the same dispatch keys.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  return DTensor::is_dtensor(self) && DTensor::is_dtensor(from);
+}
+
 void register_composites(torch::Library& library) {
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   for (const char* name :
        {"_scaled_dot_product_attention_math", "combinations", "ctc_loss.IntList", "istft",
         "linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float",

@@ -13,6 +13,12 @@
 #include <tessera/dispatch/register.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/nn/distribute_module.h>
+#include <tessera/nn/hooks.h>
+#include <tessera/nn/input_reshard.h>
+#include <tessera/nn/members.h>
+#include <tessera/nn/replicate.h>
+#include <tessera/nn/style.h>
 #include <tessera/placement/chunk.h>
 #include <tessera/placement/layout.h>
 #include <tessera/placement/placement.h>

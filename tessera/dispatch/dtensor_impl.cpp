@@ -58,7 +58,13 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
   copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
                        allow_tensor_metadata_change);
   impl->origin_ = origin_;
+  impl->hooks_ = hooks_;
   return impl;
+}
+
+void DTensorImpl::set_hooks(std::shared_ptr<const WeightHooks> hooks) {
+  hooks_ = std::move(hooks);
+  key_set_ = hooks_ ? key_set_.add(kHooksKey) : key_set_.remove(kHooksKey);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
@@ -83,6 +89,7 @@ void DTensorImpl::take(const DTensorImpl& other) {
   pending_ = other.pending_;
   spec_ = other.spec_;
   origin_ = other.origin_;
+  set_hooks(hooks_);
 }
 
 void DTensorImpl::write_through() const {

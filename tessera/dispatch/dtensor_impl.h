@@ -12,6 +12,12 @@
 
 namespace tessera {
 
+/// What is done around the operators that use a tensor as their weight; see tessera/nn/hooks.h.
+struct WeightHooks;
+/// Tensors with such hooks have this key, which is above autograd and autocast. libtorch reserves it for other
+/// libraries.
+inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::DeferredInit;
+
 /// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.
 /// Operators on it reach our kernel by the dispatch key PrivateUse3; autograd stands above, as on any
 /// backend.
@@ -55,7 +61,10 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// After a write: writes it into what this is a view of, and what that is a view of.
   void write_through() const;
 
-  /// Becomes what `other` is, but for its version: the same tensor in another shape.
+  const std::shared_ptr<const WeightHooks>& hooks() const { return hooks_; }
+  void set_hooks(std::shared_ptr<const WeightHooks> hooks);
+
+  /// Becomes what `other` is, but for its version and hooks: the same tensor in another shape.
   void take(const DTensorImpl& other);
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
@@ -77,6 +86,7 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;
+  std::shared_ptr<const WeightHooks> hooks_;
 };
 
 /// A distributed tensor of this rank's `local`. No checks, no autograd.

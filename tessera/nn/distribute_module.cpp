@@ -1,0 +1,92 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/error.h>
+#include <tessera/nn/distribute_module.h>
+#include <tessera/nn/tree.h>
+
+#include <torch/nn/module.h>
+
+namespace tessera {
+
+namespace {
+
+/// "parameter 'weight' of 'blocks.0.fc' (torch::nn::LinearImpl)"
+std::string words(const char* kind, const std::string& name, const torch::nn::Module& module,
+                  const Tree& tree) {
+  const std::string path = tree.name_of(module);
+  return c10::str(kind, " '", name, "' of ", path.empty() ? "the module" : "'" + path + "'", " (",
+                  module.name(), ")");
+}
+
+void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& placements,
+                std::optional<int64_t> source, Tree& tree, bool is_parameter, const std::string& what) {
+  if (DTensor::is_dtensor(handle)) {
+    const DTensor known(handle.detach());
+    TESSERA_CHECK_VALUE(known.device_mesh() == mesh, "distribute_parameter: ", what,
+                        " is distributed already, on ", known.device_mesh(), " of ranks ",
+                        c10::IntArrayRef(known.device_mesh().ranks()), ", and cannot be placed on ", mesh,
+                        " of ranks ", c10::IntArrayRef(mesh.ranks()), ".");
+    // Into the same tensor: handles need not be found.
+    const DTensor moved = known.redistribute(placements);
+    if (moved.spec() != known.spec()) handle.set_data(moved);
+    return;
+  }
+  const DTensor now = distribute_tensor(handle, mesh, placements, source);
+  if (handle.grad().defined())
+    now.mutable_grad() = distribute_tensor(handle.grad(), mesh, placements, source);
+  const bool all = tree.replace(handle, now, /*only_if_all=*/is_parameter);
+  TESSERA_CHECK(
+      all || !is_parameter, "distribute_parameter: ", what,
+      " is also held elsewhere, where it would stay as it was: by a member of a module (tell of it once: "
+      "tessera::register_members<M>(&M::member)), by an optimiser or a list of parameters (make them "
+      "afterwards), or by a graph that is still alive.");
+}
+
+/// The tree around the module, or one of its own.
+struct InTree {
+  explicit InTree(torch::nn::Module& module) : tree(Tree::around(module)) {
+    if (!tree) tree = &own.emplace(module);
+  }
+  std::optional<Tree> own;
+  Tree* tree;
+};
+
+}  // namespace
+
+void distribute_parameter(torch::nn::Module& module, const std::string& name, const DeviceMesh& mesh,
+                          Placements placements, std::optional<int64_t> source) {
+  const InTree in(module);
+  at::Tensor* parameter = parameters_of(module).find(name);
+  at::Tensor* buffer = buffers_of(module).find(name);
+  TESSERA_CHECK_VALUE(parameter || buffer, "distribute_parameter: ", module.name(),
+                      " has no parameter and no buffer '", name, "'; it has ", parameters_of(module).keys(),
+                      " and ", buffers_of(module).keys(), ".");
+  at::Tensor& handle = parameter ? *parameter : *buffer;
+  if (!handle.defined()) return;
+  distribute(handle, mesh, placements, source, *in.tree, parameter != nullptr,
+             words(parameter ? "parameter" : "buffer", name, module, *in.tree));
+}
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const PartitionFn& partition,
+                       const PrepareFn& prepare_inputs, const PrepareFn& prepare_outputs) {
+  const InTree in(module);
+  const Placements replicated(mesh.ndim(), Replicate());
+  module.apply([&](const std::string& name, torch::nn::Module& each) {
+    if (partition) partition(name, each, mesh);
+    auto rest = [&](NamedTensors& tensors, const char* kind) {
+      for (auto& item : tensors) {
+        if (!item.value().defined() || DTensor::is_dtensor(item.value())) continue;
+        distribute(item.value(), mesh, replicated, 0, *in.tree, &tensors == &parameters_of(each),
+                   words(kind, item.key(), each, *in.tree));
+      }
+    };
+    rest(parameters_of(each), "parameter");
+    rest(buffers_of(each), "buffer");
+  });
+  auto bound = [&](const PrepareFn& prepare) -> TensorsHook {
+    if (!prepare) return {};
+    return [prepare, mesh](std::vector<at::Tensor>& tensors) { prepare(tensors, mesh); };
+  };
+  if (prepare_inputs || prepare_outputs) add_hooks(module, bound(prepare_inputs), bound(prepare_outputs));
+}
+
+}  // namespace tessera

@@ -1,0 +1,191 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dtensor/dtensor.h>
+#include <tessera/error.h>
+#include <tessera/nn/attachment.h>
+#include <tessera/nn/hooks.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+namespace tessera {
+
+namespace {
+
+using torch::jit::Stack;
+
+/// Where an operator has its weight and what it is applied to.
+struct Seam {
+  const char* op;
+  size_t input, weight;
+  WeightUse use;
+};
+
+constexpr auto kSeams = std::to_array<Seam>({
+    {"linear", 0, 1, WeightUse::linear},
+    // torch::nn::functional::linear is one of these with the transposed weight.
+    {"addmm", 1, 2, WeightUse::linear},
+    {"matmul", 0, 1, WeightUse::linear},
+    {"bilinear", 0, 2, WeightUse::other},
+    {"prelu", 0, 1, WeightUse::other},
+    {"embedding", 1, 0, WeightUse::embedding},
+    {"embedding_bag", 1, 0, WeightUse::embedding},
+    {"embedding_bag.padding_idx", 1, 0, WeightUse::embedding},
+    {"conv1d", 0, 1, WeightUse::convolution},
+    {"conv1d.padding", 0, 1, WeightUse::convolution},
+    {"conv2d", 0, 1, WeightUse::convolution},
+    {"conv2d.padding", 0, 1, WeightUse::convolution},
+    {"conv3d", 0, 1, WeightUse::convolution},
+    {"conv3d.padding", 0, 1, WeightUse::convolution},
+    {"conv_transpose1d", 0, 1, WeightUse::convolution},
+    {"conv_transpose2d.input", 0, 1, WeightUse::convolution},
+    {"conv_transpose3d.input", 0, 1, WeightUse::convolution},
+    {"layer_norm", 0, 2, WeightUse::normalization},
+    {"rms_norm", 0, 2, WeightUse::normalization},
+    {"group_norm", 0, 2, WeightUse::normalization},
+    {"batch_norm", 0, 1, WeightUse::normalization},
+    {"instance_norm", 0, 1, WeightUse::normalization},
+});
+
+const std::shared_ptr<const WeightHooks>& hooks_of(const at::Tensor& tensor) {
+  static const std::shared_ptr<const WeightHooks> none;
+  const DTensorImpl* impl = tensor.defined() ? DTensorImpl::of(tensor) : nullptr;
+  return impl ? impl->hooks() : none;
+}
+
+/// Calls the hooks of the weight around the operator.
+class Around final : public c10::OperatorKernel {
+ public:
+  explicit Around(Seam seam) : seam_(seam) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+    const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
+    const size_t first = stack->size() - op.schema().arguments().size();
+    const c10::IValue& weight = (*stack)[first + seam_.weight];
+    const auto hooks = weight.isTensor() ? hooks_of(weight.toTensor()) : nullptr;
+    const auto found = hooks ? hooks->uses.find(seam_.use) : decltype(hooks->uses.end())();
+    if (!hooks || found == hooks->uses.end()) return op.callBoxed(*stack);
+    run(found->second.inputs, (*stack)[first + seam_.input]);
+    op.callBoxed(*stack);
+    run(found->second.outputs, (*stack)[stack->size() - op.schema().returns().size()]);
+  }
+
+ private:
+  static void run(const std::vector<TensorsHook>& hooks, c10::IValue& value) {
+    if (hooks.empty()) return;
+    std::vector<at::Tensor> tensors{std::move(value).toTensor()};
+    for (const TensorsHook& hook : hooks) hook(tensors);
+    value = std::move(tensors.at(0));
+  }
+
+  const Seam seam_;
+};
+
+/// The transposed weight of a Linear is its weight still.
+at::Tensor transposed(const at::Tensor& weight) {
+  const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
+  at::Tensor result = weight.t();
+  const auto& hooks = hooks_of(weight);
+  if (hooks && hooks->uses.count(WeightUse::linear)) DTensorImpl::of(result)->set_hooks(hooks);
+  return result;
+}
+
+/// A Linear adds its bias to what its operator gave, which a hook may have made a local tensor. Then the
+/// hooks of the bias make a local tensor of it, given both.
+at::Tensor& add_bias(at::Tensor& output, const at::Tensor& bias, const at::Scalar& alpha) {
+  const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
+  if (!hooks_of(bias) || DTensor::is_dtensor(output)) return output.add_(bias, alpha);
+  std::vector<at::Tensor> tensors{bias, output};
+  for (const TensorsHook& hook : hooks_of(bias)->uses.at(WeightUse::linear).inputs) hook(tensors);
+  return output.add_(tensors.at(0), alpha);
+}
+
+class Registration {
+ public:
+  Registration() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    all_.fallback(torch::CppFunction::makeFallthrough());
+    for (const Seam& seam : kSeams) {
+      const std::string name = std::string("aten::") + seam.op;
+      const size_t dot = name.find('.');
+      handles_.push_back(dispatcher.registerImpl(
+          {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)}, kHooksKey,
+          c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Around>(seam)), std::nullopt, nullptr,
+          "tessera"));
+    }
+    aten_.impl("t", transposed);
+    aten_.impl("add_.Tensor", add_bias);
+  }
+
+ private:
+  std::vector<c10::RegistrationHandleRAII> handles_;
+  torch::Library all_{torch::Library::IMPL, "_", kHooksKey, __FILE__, __LINE__};
+  torch::Library aten_{torch::Library::IMPL, "aten", kHooksKey, __FILE__, __LINE__};
+};
+
+/// Never undone: tensors in static variables may outlive any order of destruction.
+[[maybe_unused]] Registration& registration = *new Registration;
+
+/// The weight that the operator of a module is called with.
+struct Weight {
+  at::Tensor tensor;
+  WeightUse use;
+};
+
+template <class... M>
+void find_weight(torch::nn::Module& module, WeightUse use, std::optional<Weight>& found) {
+  auto look = [&](auto* known) {
+    if (known) found = Weight{known->weight, use};
+  };
+  (look(dynamic_cast<M*>(&module)), ...);
+}
+
+std::optional<Weight> weight_of(torch::nn::Module& module) {
+  using namespace torch::nn;
+  std::optional<Weight> found;
+  find_weight<LinearImpl>(module, WeightUse::linear, found);
+  find_weight<EmbeddingImpl, EmbeddingBagImpl>(module, WeightUse::embedding, found);
+  find_weight<Conv1dImpl, Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl,
+              ConvTranspose3dImpl>(module, WeightUse::convolution, found);
+  find_weight<LayerNormImpl, GroupNormImpl, BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl,
+              InstanceNorm1dImpl, InstanceNorm2dImpl, InstanceNorm3dImpl>(module, WeightUse::normalization,
+                                                                          found);
+  find_weight<PReLUImpl, BilinearImpl>(module, WeightUse::other, found);
+  return found;
+}
+
+void append(ModuleHooks& hooks, TensorsHook inputs, TensorsHook outputs) {
+  if (inputs) hooks.inputs.push_back(std::move(inputs));
+  if (outputs) hooks.outputs.push_back(std::move(outputs));
+}
+
+}  // namespace
+
+void add_hooks(torch::nn::Module& module, TensorsHook inputs, TensorsHook outputs) {
+  const auto weight = weight_of(module);
+  if (weight && DTensor::is_dtensor(weight->tensor)) {
+    const auto& known = hooks_of(weight->tensor);
+    auto hooks = known ? std::make_shared<WeightHooks>(*known) : std::make_shared<WeightHooks>();
+    append(hooks->uses[weight->use], std::move(inputs), std::move(outputs));
+    DTensorImpl::of(weight->tensor)->set_hooks(std::move(hooks));
+  } else {
+    append(attachment(module).hooks, std::move(inputs), std::move(outputs));
+  }
+}
+
+const ModuleHooks* hooks_of_calls(const torch::nn::Module& module) {
+  const Attachment* known = find_attachment(module);
+  return known ? &known->hooks : nullptr;
+}
+
+}  // namespace tessera

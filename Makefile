@@ -7,7 +7,7 @@ SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp
 .PHONY: help demo test python-test python-check validate op-db operators wheel bench build lint tidy format install tsan clean
 
 help:
-	@echo 'make demo      build, then show ranks, a mesh, a sharded tensor and the collectives at work'
+	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device'
 	@echo 'make test      build, then run all tests, those of the Python package and of what is installed too'
 	@echo 'make python-test  build, then run the tests of the Python package alone'
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
@@ -39,7 +39,7 @@ build:
 	@cmake --build $(BUILD)
 
 demo: build
-	@$(BUILD)/examples/demo/demo
+	@$(BUILD)/examples/train_gpt/train_gpt
 
 test: build
 	@cd $(BUILD) && ctest --output-on-failure

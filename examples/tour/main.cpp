@@ -1,6 +1,6 @@
-// Ranks, a mesh, a sharded tensor and the collectives at work. `make demo` runs it with four ranks, threads
+// Ranks, a mesh, a sharded tensor and the collectives at work. Started by hand it has four ranks, threads
 // of one process;
-//   torchrun --no-python --nproc-per-node 4 build/examples/demo/demo
+//   torchrun --no-python --nproc-per-node 4 build/examples/tour/tour
 // runs the same program with four processes.
 
 #include <tessera/tessera.h>

@@ -1,0 +1,305 @@
+// Trains a small GPT on the project's own documents, data parallel and tensor parallel, and shows that it
+// learns what it learns on one device. `make demo` runs it with four ranks, threads of one process;
+//   torchrun --no-python --nproc-per-node 4 build/examples/train_gpt/train_gpt
+// or mpirun -n 4 ... runs the same program with four processes.
+
+#include <tessera/error.h>
+#include <tessera/tessera.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <iomanip>
+#include <iostream>
+#include <map>
+#include <random>
+#include <sstream>
+#include <string>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <torch/nn.h>
+#include <torch/optim.h>
+
+#include "gpt.h"
+#include "parallel.h"
+#include "text.h"
+
+namespace {
+
+using namespace tessera;
+
+struct Options {
+  gpt::Config model;
+  int64_t dp = 2, tp = 2;
+  int64_t steps = 400;
+  int64_t batch = 8;
+  double learning_rate = 1e-3;
+  uint64_t seed = 1;
+  bool sequence_parallel = false;
+  double tolerance = 1e-3;
+};
+
+/// "dp=2,tp=2"
+void read_mesh(const std::string& text, Options& options) {
+  std::map<std::string, int64_t> sizes{{"dp", 1}, {"tp", 1}};
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const size_t equals = part.find('=');
+    const std::string name = part.substr(0, equals);
+    const std::string size = equals == std::string::npos ? "" : part.substr(equals + 1);
+    const bool is_number =
+        !size.empty() && size.size() < 4 && size.find_first_not_of("0123456789") == std::string::npos;
+    if (!sizes.count(name) || !is_number || std::stol(size) < 1)
+      throw CLI::ValidationError("--mesh", "\"" + part + "\" is no dim; expected as in dp=2,tp=2");
+    sizes[name] = std::stol(size);
+  }
+  options.dp = sizes["dp"];
+  options.tp = sizes["tp"];
+}
+
+void check(const Options& options) {
+  const gpt::Config& model = options.model;
+  auto fail = [](const std::string& name, const std::string& reason) {
+    throw CLI::ValidationError(name, reason);
+  };
+  if (model.width % model.heads != 0)
+    fail("--width", c10::str(model.width, " cannot be divided among ", model.heads, " heads"));
+  if (model.heads % options.tp != 0)
+    fail("--heads", c10::str(model.heads, " heads cannot be dealt to tp=", options.tp, " ranks"));
+}
+
+/// Characters as numbers.
+class Text {
+ public:
+  Text() {
+    std::map<char, int64_t> numbers;
+    for (const char letter : gpt::kText) numbers.emplace(letter, 0);
+    for (auto& [letter, number] : numbers) number = count_++;
+    for (const char letter : gpt::kText) letters_.push_back(numbers[letter]);
+  }
+
+  int64_t vocabulary() const { return count_; }
+  int64_t size() const { return static_cast<int64_t>(letters_.size()); }
+
+  /// Pieces from places that depend on the seed and the step only.
+  at::Tensor batch(int64_t size, int64_t length, uint64_t seed, int64_t step) const {
+    std::mt19937_64 random(seed * 1000003 + static_cast<uint64_t>(step));
+    const at::Tensor result = at::empty({size, length}, at::kLong);
+    for (int64_t i = 0; i < size; ++i) {
+      const auto start = static_cast<std::ptrdiff_t>(random() % (letters_.size() - length));
+      std::copy_n(letters_.begin() + start, length, result[i].mutable_data_ptr<int64_t>());
+    }
+    return result;
+  }
+
+ private:
+  std::vector<int64_t> letters_;
+  int64_t count_ = 0;
+};
+
+/// What is shown while training, and where it is a terminal, in one line.
+class Progress {
+ public:
+  Progress(int64_t steps, int64_t tokens_per_step, bool shown)
+      : steps_(steps), tokens_(tokens_per_step), shown_(shown), start_(Clock::now()) {}
+
+  void step(int64_t done, double loss) {
+    const bool live = isatty(STDOUT_FILENO) != 0;
+    if (!shown_ || (!live && done % std::max<int64_t>(steps_ / 10, 1) != 0 && done != steps_)) return;
+    const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    constexpr int64_t kWidth = 30;
+    const int64_t filled = kWidth * done / steps_;
+    std::printf("%s  [%s%s] %4ld/%ld   loss %.4f   %6.0f tokens/s%s", live ? "\r" : "",
+                std::string(filled, '#').c_str(), std::string(kWidth - filled, '.').c_str(), done, steps_,
+                loss, static_cast<double>(done * tokens_) / seconds, live && done < steps_ ? "" : "\n");
+    std::fflush(stdout);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const int64_t steps_, tokens_;
+  const bool shown_;
+  const Clock::time_point start_;
+};
+
+/// Of what follows each character of pieces that have one more than the context.
+at::Tensor loss_of(gpt::GPT& model, const at::Tensor& pieces, int64_t context) {
+  return torch::nn::functional::cross_entropy(model->forward(pieces.slice(1, 0, context)).flatten(0, 1),
+                                              pieces.slice(1, 1).flatten());
+}
+
+/// Trains the model as it is, on batches that `place` has placed; the loss of each step.
+template <class Place>
+std::vector<double> train(gpt::GPT& model, const Text& text, const Options& options, bool shown,
+                          const Place& place) {
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.learning_rate));
+  const int64_t context = options.model.context;
+  Progress progress(options.steps, options.batch * context, shown);
+  std::vector<double> losses;
+  for (int64_t step = 0; step < options.steps; ++step) {
+    const at::Tensor pieces = place(text.batch(options.batch, context + 1, options.seed, step));
+    const at::Tensor loss = loss_of(model, pieces, context);
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    losses.push_back(loss.item<double>());
+    progress.step(step + 1, losses.back());
+  }
+  return losses;
+}
+
+void heading(const std::string& text) {
+  const bool colours = isatty(STDOUT_FILENO) != 0;
+  std::cout << '\n' << (colours ? "\033[1m" : "") << text << (colours ? "\033[0m" : "") << "\n\n";
+}
+
+void show_mesh(const DeviceMesh& mesh) {
+  for (int64_t row = 0; row < mesh.size(0); ++row) {
+    std::cout << "  dp " << row << "  |";
+    for (int64_t column = 0; column < mesh.size(1); ++column)
+      std::cout << "  rank " << mesh.rank_at({row, column});
+    std::cout << '\n';
+  }
+}
+
+/// Where the parameters are; those of all blocks are placed alike.
+void show_parameters(const torch::nn::Module& model) {
+  int64_t held = 0, all = 0;
+  for (const auto& parameter : model.named_parameters()) {
+    const DTensor tensor(parameter.value());
+    held += tensor.to_local().numel();
+    all += tensor.numel();
+    if (parameter.key().starts_with("blocks.") && !parameter.key().starts_with("blocks.0.")) continue;
+    std::cout << "  " << std::left << std::setw(28) << parameter.key() << std::setw(12)
+              << c10::str(c10::ArrayRef<Placement>(tensor.placements())) << tensor.sizes() << '\n';
+  }
+  std::cout << "\n  " << all << " parameters, of which this rank holds " << held << '\n';
+}
+
+/// What one step communicates.
+void show_collectives(gpt::GPT& model, const at::Tensor& pieces, int64_t context, bool shown) {
+  CommDebugMode counts;
+  loss_of(model, pieces, context).backward();
+  model->zero_grad();
+  if (!shown) return;
+  heading("Collectives in one forward and backward pass");
+  std::cout << "  " << counts << '\n';
+}
+
+/// Whether all steps agree.
+bool show_agreement(const std::vector<double>& ours, const std::vector<double>& theirs, double tolerance) {
+  heading("The same on one device");
+  std::printf("  %6s  %12s  %12s  %12s\n", "step", "on the mesh", "one device", "difference");
+  double largest = 0;
+  const auto count = static_cast<int64_t>(ours.size());
+  for (int64_t step = 0; step < count; ++step) {
+    const double difference = std::abs(ours[step] - theirs[step]);
+    largest = std::max(largest, difference);
+    if (step < 3 || step + 1 == count || step % std::max<int64_t>(count / 8, 1) == 0)
+      std::printf("  %6ld  %12.6f  %12.6f  %12.1e\n", step + 1, ours[step], theirs[step], difference);
+  }
+  const bool agree = largest <= tolerance;
+  std::printf("\n  All %ld losses %s: the largest difference is %.1e, the tolerance %.0e.\n", count,
+              agree ? "agree" : "DO NOT agree", largest, tolerance);
+  return agree;
+}
+
+/// Whether what the ranks learnt is what one device learns.
+bool run_demo(Options options) {
+  const Text text;
+  options.model.vocabulary = text.vocabulary();
+  torch::manual_seed(options.seed);
+  gpt::GPT initial(options.model);
+  auto fresh = [&] {
+    gpt::GPT model(options.model);
+    const torch::NoGradGuard no_grad;
+    const auto values = initial->parameters();
+    auto parameters = model->parameters();
+    for (size_t i = 0; i < values.size(); ++i) parameters[i].copy_(values[i]);
+    return model;
+  };
+
+  std::vector<double> losses;
+  bool is_first = false;
+  launch(options.dp * options.tp, [&] {
+    const auto world = current_world();
+    TESSERA_CHECK_VALUE(world->size() == options.dp * options.tp, "The launcher started ", world->size(),
+                        " ranks, but --mesh dp=", options.dp, ",tp=", options.tp, " has ",
+                        options.dp * options.tp, ".");
+    const bool first = world->rank() == 0;
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {options.dp, options.tp}, {"dp", "tp"});
+    gpt::GPT model = fresh();
+    gpt::parallelize(*model, mesh, options.sequence_parallel);
+    auto place = [&](const at::Tensor& pieces) {
+      return distribute_tensor(pieces, mesh, {Shard(0), Replicate()}, std::nullopt);
+    };
+    if (first) {
+      heading(c10::str(world->size(), " ranks over \"", world->backend(at::kCPU), "\" as ", mesh));
+      show_mesh(mesh);
+      heading("Parameters");
+      show_parameters(*model);
+    }
+    show_collectives(model, place(text.batch(options.batch, options.model.context + 1, options.seed, 0)),
+                     options.model.context, first);
+    if (first) {
+      heading(c10::str("Training on ", text.size(), " characters, ", options.batch, " pieces of ",
+                       options.model.context, " a step"));
+    }
+    const auto mine = train(model, text, options, first, place);
+    if (first) {
+      is_first = true;
+      losses = mine;
+    }
+  });
+  if (!is_first) return true;  // the process of another rank
+  gpt::GPT alone = fresh();
+  return show_agreement(losses,
+                        train(alone, text, options, false, [](const at::Tensor& pieces) { return pieces; }),
+                        options.tolerance);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app(
+      "Trains a small GPT on a mesh of ranks (data parallel x tensor parallel), on the project's own "
+      "documents, and compares\nevery step with the same model on one device.");
+  Options options;
+  std::string mesh = "dp=2,tp=2";
+  app.get_formatter()->column_width(36);
+  app.add_option("--mesh", mesh, "Ranks that share the batch (dp) and the model (tp)")->capture_default_str();
+  const auto positive = CLI::Range(int64_t{1}, int64_t{1} << 20);
+  auto number = [&](const char* name, int64_t& value, const char* words) {
+    app.add_option(name, value, words)->capture_default_str()->check(positive);
+  };
+  number("--steps", options.steps, "Steps of training");
+  number("--batch", options.batch, "Pieces of text in each step, on all ranks together");
+  number("--context", options.model.context, "Characters in a piece");
+  number("--layers", options.model.layers, "Blocks of the model");
+  number("--width", options.model.width, "Its width");
+  number("--heads", options.model.heads, "Its attention heads");
+  app.add_option("--learning-rate", options.learning_rate, "Of AdamW")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--seed", options.seed, "Of the first weights and of the order of the text")
+      ->capture_default_str();
+  app.add_flag("--sequence-parallel", options.sequence_parallel,
+               "Cut what flows between the blocks along the sequence");
+  app.add_option("--tolerance", options.tolerance, "How much the losses may differ from one device")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  try {
+    app.parse(argc, argv);
+    read_mesh(mesh, options);
+    check(options);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error);
+  }
+  try {
+    return run_demo(options) ? 0 : 1;
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << '\n';
+    return 1;
+  }
+}

@@ -1,0 +1,38 @@
+// The demo as processes: the same program under a launcher.
+
+#include "tests/support/ranks.h"
+
+namespace tessera {
+namespace {
+
+TEST(TrainGpt, RunsAsProcesses) {
+  const std::vector<std::string> options{"--steps", "3", "--width", "32", "--context", "16", "--batch", "3"};
+  std::vector<std::string> command{TESSERA_TRAIN_GPT};
+  command.insert(command.end(), options.begin(), options.end());
+  const auto results = support::spawn(4, command, {});
+  testing::expect_ok(results);
+  EXPECT_THAT(results[0].output, ::testing::HasSubstr("4 ranks over \"gloo\" as mesh(dp=2, tp=2)"));
+  EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+  EXPECT_EQ(results[1].output, "");
+}
+
+TEST(TrainGpt, SaysWhatIsWrong) {
+  auto output = [](const std::vector<std::string>& options, int64_t ranks = 1) {
+    std::vector<std::string> command{TESSERA_TRAIN_GPT};
+    command.insert(command.end(), options.begin(), options.end());
+    const auto result = support::spawn(ranks, command, {})[0];
+    EXPECT_NE(result.exit_code, 0);
+    return result.output;
+  };
+  EXPECT_THAT(output({"--mesh", "dp=2,pp=2"}),
+              ::testing::HasSubstr("\"pp=2\" is no dim; expected as in dp=2,tp=2"));
+  EXPECT_THAT(output({"--mesh", "dp=0"}), ::testing::HasSubstr("\"dp=0\" is no dim"));
+  EXPECT_THAT(output({"--width", "130"}), ::testing::HasSubstr("130 cannot be divided among 4 heads"));
+  EXPECT_THAT(output({"--heads", "2", "--mesh", "tp=4"}),
+              ::testing::HasSubstr("2 heads cannot be dealt to tp=4"));
+  EXPECT_THAT(output({"--steps", "0"}), ::testing::HasSubstr("--steps"));
+  EXPECT_THAT(output({"--mesh", "tp=4"}, 2), ::testing::HasSubstr("The launcher started 2 ranks"));
+}
+
+}  // namespace
+}  // namespace tessera

@@ -71,6 +71,8 @@ bench: build
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
+	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
+	  else $(BUILD)/bench/bench_train; fi
 	@$(BUILD)/bench/bench_collectives
 
 operators: build

@@ -1,4 +1,4 @@
-"""Train a model in parallel: what ``torch.distributed.tensor.parallel`` has, on Tessera's tensors.
+"""Train a model in parallel: what ``torch.distributed.tensor.parallel`` has, on Tessera's tensors, and data parallelism.
 
     from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -9,6 +9,8 @@ The model's code stays as it is: hooks on its submodules make distributed tensor
 
 from tessera.parallel.api import parallelize_module
 from tessera.parallel.input_reshard import input_reshard
+from tessera.parallel.loss import loss_parallel
+from tessera.parallel.replicate import ReplicatedModule, replicate
 from tessera.parallel.style import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,8 +27,11 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
     "input_reshard",
+    "loss_parallel",
     "parallelize_module",
+    "replicate",
 ]

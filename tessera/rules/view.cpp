@@ -161,6 +161,26 @@ std::optional<Sliced> slice_of(const Call& call, int64_t size, int64_t ndim) {
   return Sliced{dim, start, step, (end - start + step - 1) / step};
 }
 
+/// One of the blocks that a strided shard cuts one by one, as the queries among the outputs of a projection
+/// to queries, keys and values: each rank has its part of the block.
+std::optional<Proposal> block(Proposal proposal, const Spec& spec, const Sliced& slice) {
+  const std::vector<int64_t> cutting = mesh_dims_of(spec, slice.dim);
+  if (cutting.size() != 1 || slice.step != 1) return std::nullopt;
+  const Placement& cut = spec.placement(cutting[0]);
+  if (!cut.is_strided_shard()) return std::nullopt;
+  const int64_t size = spec.shape()[slice.dim], parts = cut.split() * spec.mesh().shape()[cutting[0]];
+  if (size % parts != 0 || slice.count * cut.split() != size || slice.start % slice.count != 0)
+    return std::nullopt;
+  proposal.rows.insert(proposal.rows.begin(), Row{{cut}, {Shard(slice.dim)}, 0, /*ranges=*/true});
+  const int64_t held = size / parts, start = slice.start / slice.count * held;
+  proposal.localize = [=, dim = slice.dim](const Chosen& chosen) {
+    Local local;
+    if (!mesh_dims_of(chosen.inputs[0], dim).empty()) local.arguments = {{2, start}, {3, start + held}};
+    return local;
+  };
+  return proposal;
+}
+
 /// A range of one dim. Where that is cut, what comes to lie on another rank is sent there.
 std::optional<Proposal> sliced(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -178,6 +198,7 @@ std::optional<Proposal> sliced(const Call& call) {
   }
   Proposal proposal = view.proposal();
   if (is_all) return proposal;
+  if (auto of_block = block(proposal, spec, *slice)) return of_block;
   proposal.rows.insert(proposal.rows.begin(), Row{{Shard(slice->dim)}, {Shard(slice->dim)}});
   proposal.localize = [slice = *slice](const Chosen& chosen) {
     const Spec &base = chosen.inputs[0], &result = chosen.outputs[0];

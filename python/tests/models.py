@@ -28,8 +28,8 @@ def filled(module: nn.Module, scale: float = 0.3) -> nn.Module:
 
 
 def train(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], steps: int = 3, **optimiser: Any) -> list[float]:
-    """The losses of some steps."""
-    optimiser = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **optimiser})
+    """The losses of some steps. AdamW's eps is large, or it would blow up gradients that are noise, as of a bias of keys."""
+    optimiser = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "eps": 1e-4, **optimiser})
     losses = []
     for _ in range(steps):
         optimiser.zero_grad()

@@ -10,7 +10,7 @@ from torch import nn
 import tessera
 from models import MLP, filled
 from ranks import Collectives, assert_whole, on_ranks, values
-from tessera import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_module, distribute_tensor, init_device_mesh
 from tessera.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -249,6 +249,43 @@ def test_a_linear_layer_with_its_weight_the_other_way_round():
     assert_same_gradients(model, plain)
 
 
+class FusedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@on_ranks()
+def test_outputs_that_are_split():
+    mesh = init_device_mesh("cpu", (4,))
+    plain, model = filled(FusedAttention()), filled(FusedAttention())
+    plan = {"qkv": ColwiseParallel(blocks=3, use_local_output=False), "out": RowwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, plan)
+    assert model.qkv.weight.placements == model.qkv.bias.placements == (_StridedShard(0, split_factor=3),)
+    x = values(2, 5, 8)
+    with Collectives(mesh) as count, tessera.implicit_communication("forbidden"):
+        y = model(distribute_tensor(x, mesh, src_data_rank=None))
+    assert count == 1
+    assert_whole(y, plain(x), **CLOSE)
+    loss = y.pow(2).sum()
+    with Collectives(mesh) as count, tessera.implicit_communication("forbidden"):
+        loss.backward()
+    assert count == 0 and model.qkv.weight.grad.placements == model.qkv.weight.placements
+    plain(x).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+    # Local tensors: this rank's heads of each.
+    local = parallelize_module(filled(nn.Linear(8, 24)), mesh, ColwiseParallel(blocks=3))
+    expected = filled(nn.Linear(8, 24))(x).chunk(3, -1)
+    torch.testing.assert_close(local(x), torch.cat([part.chunk(4, -1)[mesh.get_rank()] for part in expected], -1), **CLOSE)
+    with pytest.raises(ValueError, match="blocks is the number of pieces"):
+        ColwiseParallel(blocks=0)
+
+
 @on_ranks(2)
 def test_the_source_of_parameters():
     mesh = init_device_mesh("cpu", (2,))
@@ -419,7 +456,8 @@ def test_layouts_that_do_not_fit_are_refused():
 
 
 def test_styles_print():
-    assert repr(ColwiseParallel()) == "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)"
+    assert repr(RowwiseParallel()) == "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), use_local_output=True)"
+    assert repr(ColwiseParallel(blocks=3)).startswith("ColwiseParallel(blocks=3, input_layouts=(Replicate(),), output_layouts=(_StridedShard(")
     assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
     assert "desired_output_layouts=(Shard(dim=1),)" in repr(PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)))
 

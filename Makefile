@@ -70,6 +70,7 @@ bench: build
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
+	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/train.py --torch $(BUILD)/train_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@$(BUILD)/bench/bench_collectives
 

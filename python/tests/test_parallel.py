@@ -351,7 +351,7 @@ def test_dropout_along_sequences():
 @on_ranks(2)
 def test_sequences_are_tensors():
     model = parallelize_module(nn.LayerNorm(4), init_device_mesh("cpu", (2,)), SequenceParallel())
-    with pytest.raises(TypeError, match="the input of SequenceParallel on LayerNorm, is list"):
+    with pytest.raises(TypeError, match="the input of SequenceParallel on LayerNorm is list"):
         model([1.0])
 
 

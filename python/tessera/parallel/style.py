@@ -198,7 +198,7 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def before(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            where = f"of {type(each).__name__}, which PrepareModuleInput prepares"
+            where = f"of {type(each).__name__}, which PrepareModuleInput prepares,"
             if self.input_layouts is not None and self.desired_input_layouts is not None:
                 if len(args) != len(self.input_layouts):
                     raise ValueError(
@@ -254,7 +254,7 @@ class PrepareModuleOutput(ParallelStyle):
                     f"{len(self.output_layouts)} entries; use None for values to leave alone."
                 )
             prepared = tuple(
-                self._prepare(value, device_mesh, given, desired, f"output {position} of {type(each).__name__}, which PrepareModuleOutput prepares")
+                self._prepare(value, device_mesh, given, desired, f"output {position} of {type(each).__name__}, which PrepareModuleOutput prepares,")
                 for position, (value, given, desired) in enumerate(zip(values, self.output_layouts, self.desired_output_layouts))
             )
             return prepared if len(prepared) > 1 else prepared[0]
@@ -317,17 +317,17 @@ def _on(mesh: DeviceMesh, layout: Placement, like: torch.Tensor | None = None) -
 def _distributed(value: Any, mesh: DeviceMesh, given: Placement, desired: Placement | None, what: str, features: int | None = None) -> Any:
     """The value as a distributed tensor: placed as given if it is a plain one, and then as desired. ``features``: the size of its last dim."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what}, is {type(value).__name__}, but its layout is {given}; expected a tensor, or None for the layout.")
+        raise TypeError(f"{what} is {type(value).__name__}, but its layout is {given}; expected a tensor, or None for the layout.")
     if not _C.is_dtensor(value):
         if mesh.ndim > 1:
             raise ValueError(
-                f"{what}, is a plain tensor. On a mesh of {mesh.ndim} dims it would not be clear what the ranks along the others hold: give it a distributed "
+                f"{what} is a plain tensor. On a mesh of {mesh.ndim} dims it would not be clear what the ranks along the others hold: give it a distributed "
                 'tensor, or make the module parallel on a mesh of one dim, such as mesh["tp"].'
             )
         shape = [*value.shape[:-1], features] if features is not None and given in (Shard(-1), Shard(value.ndim - 1)) else None
         value = DTensor.from_local(value, mesh, _on(mesh, given), shape=shape)
     elif _C.device_mesh(value) != mesh:
-        raise ValueError(f"{what}, is on {_C.device_mesh(value)}, but the module was made parallel on {mesh}.")
+        raise ValueError(f"{what} is on {_C.device_mesh(value)}, but the module was made parallel on {mesh}.")
     return value if desired is None else _redistributed(value, desired)
 
 

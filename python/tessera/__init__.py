@@ -20,7 +20,7 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # noqa: F401  its libraries must be loaded before ours
 
-from tessera import _composites, _patches, experimental, parallel
+from tessera import _composites, _patches, experimental, parallel, random
 from tessera._C import (
     DeviceMesh,
     Partial,
@@ -38,6 +38,7 @@ from tessera._bridge import from_torch, to_torch
 from tessera._guards import ExplicitRedistributionContext, implicit_communication
 from tessera._module import distribute_module
 from tessera._world import run
+from tessera.random import manual_seed
 
 __all__ = [
     "DTensor",
@@ -57,14 +58,17 @@ __all__ = [
     "get_world_size",
     "implicit_communication",
     "init_device_mesh",
+    "manual_seed",
     "ones",
     "parallel",
     "rand",
     "randn",
+    "random",
     "run",
     "to_torch",
     "zeros",
 ]
 
 _composites.install()
+random.install()
 _patches.install()

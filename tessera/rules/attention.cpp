@@ -134,7 +134,7 @@ Table attention_rules() {
   const std::vector<std::string> reads{"dropout_p", "is_causal", "grad_input_mask"};
   auto rule = [&](const char* text, auto propose) {
     Rule result{text, propose, reads};
-    result.draws_nothing = true;
+    result.for_random = true;
     return result;
   };
   return {

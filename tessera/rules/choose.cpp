@@ -15,7 +15,8 @@ constexpr double kImpossible = 1e30;
 /// what is `from` as `to`. A rough price, to choose between rows; the planner of redistributions finds the
 /// real way.
 double price(const Placement& from, const Placement& to, int64_t n) {
-  if (from == to || n == 1) return 0;
+  if (from == to) return 0;
+  if (n == 1) return 0.001;  // nothing moves, but there is no reason either
   const auto parts = static_cast<double>(n);
   const double share = (parts - 1) / parts;
   if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work

@@ -6,16 +6,7 @@ namespace tessera::rules {
 
 namespace {
 
-/// A new tensor placed like this one, but for what is partial: its value is whole on every rank.
-std::optional<Proposal> like(const Call& call) {
-  const Spec& spec = call.tensors[0];
-  const Letters all = identity(spec.ndim());
-  Proposal proposal = moved(all, all, {spec.shape().vec(), new_strides(call)});
-  for (Row& row : proposal.rows) {
-    if (row.outputs[0].is_partial()) row.outputs[0] = Replicate();
-  }
-  return proposal;
-}
+std::optional<Proposal> like(const Call& call) { return like_first(call); }
 
 /// What is not set yet may be partial.
 std::optional<Proposal> empty_like(const Call& call) {
@@ -39,9 +30,9 @@ std::optional<Proposal> sized(const Call& call) {
     if (strided && size.empty()) proposal.results[0].strides.clear();
     return proposal;
   }
-  auto proposal = like(call);
-  proposal->results[0].strides = strided ? call.integers("stride") : Shape();
-  proposal->localize = [strides = proposal->results[0].strides](const Chosen& chosen) {
+  Proposal proposal = like_first(call);
+  proposal.results[0].strides = strided ? call.integers("stride") : Shape();
+  proposal.localize = [strides = proposal.results[0].strides](const Chosen& chosen) {
     const auto shape = chosen.outputs[0].local_shape();
     Local local{{{1, c10::IValue(shape.vec())}}};
     if (!strides.empty()) {

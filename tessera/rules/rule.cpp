@@ -43,7 +43,8 @@ class Registry {
         {"normalize", normalize_rules}, {"loss", loss_rules},       {"embedding", embedding_rules},
         {"attention", attention_rules}, {"spatial", spatial_rules}, {"view", view_rules},
         {"join", join_rules},           {"index", index_rules},     {"sort", sort_rules},
-        {"factory", factory_rules},     {"list", list_rules},       {"linalg", linalg_rules}};
+        {"factory", factory_rules},     {"list", list_rules},       {"linalg", linalg_rules},
+        {"random", random_rules}};
     for (const auto& [family, table] : tables) {
       for (Entry& entry : table()) {
         entry.rule.family = family;

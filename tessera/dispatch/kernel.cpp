@@ -602,7 +602,8 @@ class OperatorCall {
 
   void place(Argument& argument, const Way& way) {
     if (way.plan.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates()) {
+    if (implicit_communication() != ImplicitCommunication::allowed &&
+        (way.plan.communicates() || implicit_communication_is_strict())) {
       report(c10::str("argument '", name_of(argument.position), "' has to be redistributed from ",
                       way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements())));
     }

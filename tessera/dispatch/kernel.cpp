@@ -66,6 +66,7 @@ struct Recipe {
   std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
   bool by_rule = false;       // else on replicas
   rules::Decision decision;   // by_rule
+  bool is_special = false;    // by_rule: see there
   std::vector<Way> ways;      // of each input
   std::vector<Spec> outputs;  // of the last call, likely to be those of the next
 };
@@ -286,8 +287,8 @@ class OperatorCall {
       recipes.insert(key_, recipe_);
     }
     const rules::Decision& decision = recipe_->decision;
-    if (decision.decompose || decision.has_local) [[unlikely]] {
-      if (decision.decompose || (writes() && !decision.local.writes)) {
+    if (recipe_->is_special) [[unlikely]] {
+      if (decision.decompose || (decision.has_local && writes() && !decision.local.writes)) {
         restore();
         const Part part(kernel_.name_);
         return writes() ? run_functional() : replace(decision.decompose);
@@ -545,6 +546,7 @@ class OperatorCall {
     if (auto decision = decide()) {
       recipe.by_rule = true;
       recipe.decision = *std::move(decision);
+      recipe.is_special = recipe.decision.is_special();
       if (recipe.decision.decompose) return recipe;
     } else {
       check_one_mesh();
@@ -608,7 +610,8 @@ class OperatorCall {
 
   void place(Argument& argument, const Way& way) {
     if (way.plan.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates()) {
+    if (implicit_communication() != ImplicitCommunication::allowed &&
+        (way.plan.communicates() || implicit_communication_is_strict())) {
       report(c10::str("argument '", name_of(argument.position), "' has to be redistributed from ",
                       way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements())));
     }

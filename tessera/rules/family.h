@@ -27,6 +27,7 @@ Table loss_rules();
 Table join_rules();
 Table index_rules();
 Table sort_rules();
+Table convolution_rules();
 Table spatial_rules();
 Table attention_rules();
 Table linalg_rules();

@@ -123,8 +123,11 @@ struct Rule {
   std::function<std::optional<Proposal>(const Call&)> propose;
   /// The arguments besides tensors that it looks at.
   std::vector<std::string> reads = {};
-  /// The operator works on lists, item by item: the rule is for what each item is about.
+  /// The operator works on lists, item by item: the rule is for what each item is about. Tensors beside the
+  /// lists are whole.
   bool itemwise = false;
+  /// Of such a rule: how a rank computes all items, if not by the operator on what it holds of them.
+  std::function<Local(const Call&)> together = {};
   /// Which table it is from: "pointwise", ...; empty if it was registered at run time.
   std::string family = {};
   /// The operator may draw random numbers, and the rule sees to it that these do not depend on the placement,

@@ -453,6 +453,42 @@ std::optional<Proposal> unfolded(const Call& call) {
   return view.proposal();
 }
 
+/// The last dim, which is whole, becomes the diagonal of two.
+std::optional<Proposal> diag_embed(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t ndim = spec.ndim() + 1, size = spec.shape().back() + std::abs(call.integer("offset"));
+  const int64_t one = wrapped(call.integer("dim1"), ndim), other = wrapped(call.integer("dim2"), ndim);
+  if (one == other) return std::nullopt;
+  Letters input = identity(spec.ndim()), output;
+  input.back() = kWhole;
+  Shape shape;
+  int64_t next = 0;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const bool is_new = d == one || d == other;
+    output.push_back(is_new ? kWhole : input[next]);
+    shape.push_back(is_new ? size : spec.shape()[next]);
+    if (!is_new) ++next;
+  }
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .linear = {{0}}};
+  return Proposal{rows(einsum), {{shape}}};
+}
+
+/// Windows along a dim, which is whole, are added.
+std::optional<Proposal> unfold_backward(const Call& call) {
+  const Shape sizes = call.integers("input_sizes");
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  if (ndim == 0 || call.tensors[0].ndim() != ndim + 1) return std::nullopt;
+  Letters output = identity(ndim);
+  output[wrapped(call.integer("dim"), ndim)] = kWhole;
+  Letters input = output;
+  input.push_back(kWhole);
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .linear = {{0}}};
+  Proposal proposal{rows(einsum), {{sizes}}};
+  proposal.localize = with_local_sizes(*call.position("input_sizes"));
+  return proposal;
+}
+
 /// Its strides speak of the global tensor's memory: laid out so on every rank.
 std::optional<Proposal> as_strided(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -628,6 +664,8 @@ Table view_rules() {
       {{"unbind.int"}, {"a dim dropped; if cut, by select", unbound, {"dim"}}},
       {{"diagonal"}, {"two dims whole", diagonal, {"offset", "dim1", "dim2"}}},
       {{"unfold"}, {"the dim whole", unfolded, {"dimension", "size", "step"}}},
+      {{"diag_embed"}, {"the last dim whole", diag_embed, {"offset", "dim1", "dim2"}}},
+      {{"unfold_backward"}, {"the dim whole", unfold_backward, {"input_sizes", "dim"}}},
       {{"as_strided"},
        {"as it is if it is that, else on replicas", as_strided, {"size", "stride", "storage_offset"}}},
       {{"view_as_real"}, {"ab->ab.", as_real}},

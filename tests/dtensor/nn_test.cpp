@@ -40,10 +40,12 @@ std::vector<float> train(Model& model, const at::Tensor& x, const MakeOptimizer&
   auto optimizer = make(model.trained());
   std::vector<float> losses;
   for (int step = 0; step < 10; ++step) {
-    optimizer->zero_grad();
-    const at::Tensor loss = model.forward(x).pow(2).mean();
-    loss.backward();
-    optimizer->step();
+    const at::Tensor loss = optimizer->step([&] {
+      optimizer->zero_grad();
+      const at::Tensor value = model.forward(x).pow(2).mean();
+      value.backward();
+      return value;
+    });
     losses.push_back(loss.item<float>());
   }
   return losses;
@@ -96,6 +98,12 @@ TEST(Modules, TrainWithRMSprop) {
   compare([](const std::vector<at::Tensor>& parameters) {
     return std::make_unique<torch::optim::RMSprop>(parameters,
                                                    torch::optim::RMSpropOptions(0.005).momentum(0.5));
+  });
+}
+
+TEST(Modules, TrainWithLBFGS) {
+  compare([](const std::vector<at::Tensor>& parameters) {
+    return std::make_unique<torch::optim::LBFGS>(parameters, torch::optim::LBFGSOptions(0.1).max_iter(4));
   });
 }
 

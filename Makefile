@@ -4,7 +4,7 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db operators wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db audit operators wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device'
@@ -13,6 +13,7 @@ help:
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
+	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
@@ -65,11 +66,16 @@ wheel:
 op-db: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
+audit: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md
+
 bench: build
 	@$(BUILD)/bench/bench_placement
+	@$(BUILD)/bench/bench_random
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
+	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/train.py --torch $(BUILD)/train_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
 	  else $(BUILD)/bench/bench_train; fi

@@ -24,6 +24,8 @@
 #include <tessera/placement/placement.h>
 #include <tessera/placement/spec.h>
 #include <tessera/placement/text.h>
+#include <tessera/random/generator.h>
+#include <tessera/random/random.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
 

@@ -147,6 +147,8 @@ class Rank:
         self._begin = begin
         self._report = report
         self._meshes = {mesh: tessera.init_device_mesh("cpu", mesh) for mesh in cases.MESHES}
+        #: Random results, and gradients, of the first layout that a reference was tried with: all others must have the same.
+        self._first: dict[tuple[int, str], list[Any]] = {}
 
     def run(self, todo: list[Case]) -> int:
         """How many of the cases were run: all, or up to the one in which the ranks fell out of step."""
@@ -200,6 +202,7 @@ class Rank:
         return [place(torch.zeros_like(leaf), self._meshes[case.mesh], placements, 0) for leaf, placements in zip(reference.leaves, layout)]
 
     def _forward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
+        tessera.manual_seed(0)
         tensors = self._placed(case, grad=reference.way != "out")
         before = [cases.copy_of(tensor.to_local().detach()) for tensor in tensors]
         result = reference.call(tensors, self._out(case, reference))
@@ -210,8 +213,6 @@ class Rank:
         # Of a sum the addends may change, as long as they add up to the same.
         partial = [index for index, placements in enumerate(case.layout) if any(placement.is_partial() for placement in placements)]
         afterwards = {index: whole(tensors[index]) for index in {*reference.written, *partial}}
-        if reference.is_random:
-            state["random"] = got
         if len(leaves) != len(reference.leaves):
             raise Wrong(f"{len(leaves)} results ({structure}), not {len(reference.leaves)} ({reference.structure})")
         if any(is_plain):
@@ -221,10 +222,21 @@ class Rank:
             compare(f"result {index}" if len(got) > 1 else "result", leaf, expected, self._tolerance, compares_values)
         for index, expected in reference.written.items():
             compare(f"input {index} afterwards", afterwards[index], expected, self._tolerance, compares_values)
+        if reference.is_random:
+            state["random"] = got
+        self._compare_with_first(reference, "result", [*got, *(afterwards[index] for index in sorted(reference.written))], self._tolerance)
         for index, (tensor, local) in enumerate(zip(tensors, before)):
             now, then = (afterwards[index], case.inputs.tensors[index]) if index in afterwards else (tensor.to_local().detach(), local)
             if index not in reference.written and not cases.same_values(now, then):
                 raise Wrong(f"input {index} was changed")
+
+    def _compare_with_first(self, reference: Reference, what: str, found: list[Any], tolerance: Tolerance) -> None:
+        """Random numbers do not depend on the layout."""
+        if not reference.is_random or not reference.has_values:
+            return
+        first = self._first.setdefault((id(reference), what), found)
+        for index, (one, other) in enumerate(zip(found, first)):
+            compare(f"random {what} {index}", one, other, tolerance, True)
 
     def _backward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
         mesh = self._meshes[case.mesh]
@@ -248,6 +260,7 @@ class Rank:
             if expected is None and gradient is not None and not gradient.any():
                 continue
             compare(name, gradient, expected, self._tolerance.wider(), reference.has_values and not reference.is_random)
+        self._compare_with_first(reference, "gradient", got, self._tolerance.wider())
 
 
 def first_line(error: Exception) -> str:

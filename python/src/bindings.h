@@ -16,6 +16,7 @@ void bind_worlds(py::module_& module);
 void bind_meshes(py::module_& module);
 void bind_dtensors(py::module_& module);
 void bind_rules(py::module_& module);
+void bind_random(py::module_& module);
 
 /// A placement of ours, or one of torch.distributed.tensor.
 Placement to_placement(py::handle object);

@@ -53,25 +53,22 @@ at::TensorOptions options_of(std::optional<at::ScalarType> dtype, at::Layout lay
 }
 
 /// A guard as a context manager: it lives from __enter__ to __exit__.
-template <class Guard, class Argument = std::monostate>
+template <class Guard, class... Arguments>
 class Scope {
  public:
-  explicit Scope(Argument argument = {}) : argument_(std::move(argument)) {}
+  explicit Scope(Arguments... arguments) : arguments_(std::move(arguments)...) {}
   void enter() {
-    if constexpr (std::is_same_v<Argument, std::monostate>) {
-      guards_.push_back(std::make_unique<Guard>());
-    } else {
-      guards_.push_back(std::make_unique<Guard>(argument_));
-    }
+    guards_.push_back(
+        std::apply([](const auto&... each) { return std::make_unique<Guard>(each...); }, arguments_));
   }
   void exit() { guards_.pop_back(); }
 
  private:
-  Argument argument_;
+  std::tuple<Arguments...> arguments_;
   std::vector<std::unique_ptr<Guard>> guards_;
 };
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
-using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication>;
+using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication, bool>;
 
 ImplicitCommunication to_mode(const std::string& name) {
   if (name == "allowed") return ImplicitCommunication::allowed;
@@ -162,12 +159,14 @@ void bind_dtensors(py::module_& module) {
       .def("enter", &ReplicationScope::enter)
       .def("exit", &ReplicationScope::exit);
   py::class_<CommunicationScope>(module, "ImplicitCommunicationScope")
-      .def(py::init(
-               [](const std::string& mode) { return std::make_unique<CommunicationScope>(to_mode(mode)); }),
-           py::arg("mode"))
+      .def(py::init([](const std::string& mode, bool strict) {
+             return std::make_unique<CommunicationScope>(to_mode(mode), strict);
+           }),
+           py::arg("mode"), py::arg("strict"))
       .def("enter", &CommunicationScope::enter)
       .def("exit", &CommunicationScope::exit);
 
+  module.def("fallback_counts", &fallback_counts);
   module.def("dispatch_cache_statistics", [] {
     const CacheStatistics statistics = dispatch_cache_statistics();
     return py::make_tuple(statistics.hits, statistics.misses, statistics.size);

@@ -45,4 +45,5 @@ PYBIND11_MODULE(_C, module) {
   bind_meshes(module);
   bind_dtensors(module);
   bind_rules(module);
+  bind_random(module);
 }

@@ -20,7 +20,7 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # noqa: F401  its libraries must be loaded before ours
 
-from tessera import _composites, _patches, experimental
+from tessera import _composites, _patches, experimental, parallel, random
 from tessera._C import (
     DeviceMesh,
     Partial,
@@ -36,7 +36,9 @@ from tessera._C import (
 from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
 from tessera._bridge import from_torch, to_torch
 from tessera._guards import ExplicitRedistributionContext, implicit_communication
+from tessera._module import distribute_module
 from tessera._world import run
+from tessera.random import manual_seed
 
 __all__ = [
     "DTensor",
@@ -46,6 +48,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "experimental",
@@ -55,13 +58,17 @@ __all__ = [
     "get_world_size",
     "implicit_communication",
     "init_device_mesh",
+    "manual_seed",
     "ones",
+    "parallel",
     "rand",
     "randn",
+    "random",
     "run",
     "to_torch",
     "zeros",
 ]
 
 _composites.install()
+random.install()
 _patches.install()

@@ -234,8 +234,9 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> torch.Tensor:
-    """Random numbers, uniform in [0, 1): the same tensor however it is placed."""
-    return empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements).uniform_().requires_grad_(requires_grad)
+    """Random numbers, uniform in [0, 1), of which each rank makes its part: the same tensor on every mesh and however it is placed."""
+    mesh = _mesh(device_mesh)
+    return _C.rand(_size(size), mesh, _placements(placements, mesh), dtype or torch.get_default_dtype(), layout, requires_grad)
 
 
 def randn(
@@ -246,5 +247,6 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> torch.Tensor:
-    """Random numbers of the standard normal distribution: the same tensor however it is placed."""
-    return empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements).normal_().requires_grad_(requires_grad)
+    """Normal random numbers, of which each rank makes its part: the same tensor on every mesh and however it is placed."""
+    mesh = _mesh(device_mesh)
+    return _C.randn(_size(size), mesh, _placements(placements, mesh), dtype or torch.get_default_dtype(), layout, requires_grad)

@@ -1,7 +1,7 @@
 """Functions that torch wrote in Python and that make tensors of their own: given distributed ones, they make distributed ones."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,22 +16,30 @@ from tessera._api import distribute_tensor
 _aten = torch.ops.aten
 #: lift_fresh is what torch.tensor ends with.
 _CONSTANTS = {_aten.arange, _aten.empty, _aten.lift_fresh, _aten.ones, _aten.zeros}
-_RANDOM = {_aten.rand, _aten.randn}
+#: And what they write into a tensor of these sizes.
+_RANDOM: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    _aten.rand: lambda x: x.uniform_(),
+    _aten.randn: lambda x: x.normal_(),
+    _aten.randperm: lambda x: torch.randperm(len(x), out=x),
+}
 
 
 class _Replicating(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is made while it lasts is the same on all ranks of the mesh: random numbers are those of its first."""
+    """What is made while it lasts is the same on all ranks of the mesh; random numbers are ours."""
 
     def __init__(self, mesh: _C.DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.overloadpacket in _RANDOM:
+            size, dtype = (args[0], None) if isinstance(args[0], Sequence) else ([args[0]], torch.int64)
+            empty = torch.empty(size, **{"dtype": dtype, **kwargs})
+            return _RANDOM[func.overloadpacket](distribute_tensor(empty, self._mesh, src_data_rank=None))
+        result = func(*args, **kwargs)
         if func.overloadpacket in _CONSTANTS:
             return distribute_tensor(result, self._mesh, src_data_rank=None)
-        if func.overloadpacket in _RANDOM:
-            return distribute_tensor(result, self._mesh, src_data_rank=0)
         return result
 
 
@@ -60,6 +68,7 @@ _FUNCTIONS: list[tuple[str, list[ModuleType]]] = [
     ("fractional_max_pool3d", [torch.nn.functional]),
     ("fractional_max_pool3d_with_indices", [torch.nn.functional]),
     ("get_approximate_basis", [torch._lowrank]),
+    ("sparse_", [torch.nn.init]),
     ("mean", [torch.masked._ops, torch.masked]),
     ("_std_var", [torch.masked._ops]),
     ("_unravel_index", [torch.functional]),

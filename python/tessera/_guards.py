@@ -19,11 +19,12 @@ def implicit_replication() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def implicit_communication(mode: Literal["allowed", "warned", "forbidden"]) -> Iterator[None]:
+def implicit_communication(mode: Literal["allowed", "warned", "forbidden"], strict: bool = False) -> Iterator[None]:
     """Inside, an operator that would move data between ranks to bring its arguments into a form it can work with may do so, warns, or is
     an error that names it, the argument and the two placements. What is asked for by name, as ``redistribute``, is always allowed.
+    ``strict``: so does an operator that places an argument otherwise without moving data, as by taking a slice of what each rank holds.
     """
-    scope = _C.ImplicitCommunicationScope(mode)
+    scope = _C.ImplicitCommunicationScope(mode, strict)
     scope.enter()
     try:
         yield
@@ -35,18 +36,18 @@ class ExplicitRedistributionContext(contextlib.AbstractContextManager["ExplicitR
     """:func:`implicit_communication` by the name that ``torch.distributed.tensor`` has for it.
 
     ``enable=False`` allows it again inside another one. ``mode``: "raise" or "warn".
+    ``strict``: also of redistributions that communicate nothing.
     """
 
     def __init__(self, enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise") -> None:
         if mode not in ("raise", "warn"):
             raise ValueError(f'ExplicitRedistributionContext: mode is "raise" or "warn", got {mode!r}.')
-        if strict:
-            raise NotImplementedError("ExplicitRedistributionContext: strict=True, which counts redistributions without communication too, is not supported.")
         self._mode: Literal["allowed", "warned", "forbidden"] = "allowed" if not enable else "forbidden" if mode == "raise" else "warned"
+        self._strict = strict and enable
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> "ExplicitRedistributionContext":
-        self._entered.append(implicit_communication(self._mode))
+        self._entered.append(implicit_communication(self._mode, self._strict))
         self._entered[-1].__enter__()
         return self
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tessera import _C, _rebuild
-from tessera._api import DTensor
+from tessera._api import DTensor, distribute_tensor
 
 
 class _OnDTensors:
@@ -96,6 +96,12 @@ def _refuse_numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     raise TypeError("A distributed tensor has no numpy array: call full_tensor() for the whole of it, or to_local() for this rank's part, first.")
 
 
+def _new_tensor(tensor: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+    """Replicated, as what other functions of this kind make."""
+    made = torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, requires_grad=requires_grad, **kwargs)
+    return distribute_tensor(made, _C.device_mesh(tensor), src_data_rank=None)
+
+
 @functools.cache
 def _say_once_that_it_runs_eagerly() -> None:
     warnings.warn(
@@ -158,6 +164,7 @@ def install() -> None:
     _replace("__deepcopy__", _deepcopy)
     _replace("_reduce_ex_internal", lambda tensor, proto: _rebuild.reduce_dtensor(tensor))
     _replace("tolist", lambda tensor: tensor.full_tensor().tolist())
+    _replace("new_tensor", _new_tensor)
     _replace("numpy", _refuse_numpy)
     _replace("__array__", _refuse_numpy)
     _when_imported("torch._dynamo.variables.builder", _teach_dynamo)

@@ -9,8 +9,10 @@ from torch.distributed import tensor as reference
 from torch.distributed.device_mesh import init_device_mesh as reference_mesh
 
 import tessera
+from models import MLP, filled, train
 from ranks import assert_whole, placements_of, values
 from tessera import DTensor, Partial, Replicate, Shard
+from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, replicate
 
 
 def tensors():
@@ -121,9 +123,32 @@ def sub_groups():
     assert_whole(tessera.distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).redistribute(placements=[Replicate(), Shard(0)]), whole)
 
 
+def parallel_training():
+    """Tensors and data parallel: by placement, and with local tensors on slices of the mesh."""
+    dist.init_process_group("gloo")
+    tensor_ranks = 2 if dist.get_world_size() == 4 else 1
+    mesh = tessera.init_device_mesh("cpu", (dist.get_world_size() // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))
+    x = values(8, 8)
+    plain = filled(MLP())
+    expected = train(plain, lambda model: model(x).pow(2).mean())
+    for local in (False, True):
+        model = filled(MLP())
+        plan = {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel(use_local_output=local)}
+        parallelize_module(model, mesh["tp"] if local else mesh, plan)
+        replicate(model, mesh["dp"], bucket_cap_mb=1e-3)
+        part = x.chunk(mesh.size(0))[mesh.get_local_rank("dp")] if local else tessera.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+        losses = train(model, lambda model: model(part).pow(2).mean())
+        if local:
+            losses = DTensor.from_local(torch.tensor(losses), mesh["dp"], [Partial("avg")]).full_tensor().tolist()
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            assert_whole(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {function.__name__: function for function in (tensors, training, bridge, initialise, sub_groups)}[sys.argv[1]]()
+    bodies = (tensors, training, bridge, initialise, sub_groups, parallel_training)
+    {function.__name__: function for function in bodies}[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()
     print("done")

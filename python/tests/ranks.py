@@ -49,3 +49,27 @@ def assert_whole(distributed: Any, expected: torch.Tensor, **tolerance: float) -
     """It is a distributed tensor of that value."""
     assert isinstance(distributed, tessera.DTensor)
     torch.testing.assert_close(distributed.full_tensor(), expected, **tolerance)
+
+
+class Collectives:
+    """Counts the collectives of this rank along the dims of a mesh, one by one: ``with Collectives(mesh) as count: ...; assert count == 1``."""
+
+    def __init__(self, mesh: tessera.DeviceMesh) -> None:
+        self._backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+
+    def _total(self) -> int:
+        return sum(backend._get_sequence_number_for_group() for backend in self._backends)
+
+    def __enter__(self) -> "Collectives":
+        self._before = self._total()
+        self._after: int | None = None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._after = self._total()
+
+    def __eq__(self, other: object) -> bool:
+        return self._after is not None and self._after - self._before == other
+
+    def __repr__(self) -> str:
+        return "collectives under way" if self._after is None else f"{self._after - self._before} collectives"

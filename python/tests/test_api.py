@@ -136,6 +136,15 @@ def test_implicit_communication_can_be_forbidden():
     with tessera.ExplicitRedistributionContext(), pytest.raises(RuntimeError, match="redistribute"):
         x + y
     x + y
+    whole = tessera.distribute_tensor(values(4, 4), mesh, [Replicate()])
+    with tessera.ExplicitRedistributionContext():
+        assert_whole(x + whole, 2 * values(4, 4))
+    with tessera.ExplicitRedistributionContext(strict=True):
+        with pytest.raises(RuntimeError, match="redistribute"):
+            x + whole
+        with tessera.ExplicitRedistributionContext(enable=False):
+            x + whole
+        x + x
 
 
 def test_implicit_communication_can_be_warned_about():

@@ -249,3 +249,88 @@ def test_decompositions_of_which_a_part_is_not_wanted() -> None:
     check_everywhere(lambda x: torch.linalg.eigvalsh(x @ x.mT), matrices, rtol=1e-4, atol=1e-4)
     check_everywhere(lambda x: torch.linalg.qr(x, mode="r").R.abs(), matrices, rtol=1e-4, atol=1e-4)
     check_everywhere(lambda x: torch.linalg.qr(x, mode="r").Q, matrices)
+
+
+@pytest.mark.parametrize("heads, groups", [(8, 4), (4, 2), (8, 1), (6, 3)])
+@pytest.mark.parametrize("causal", [True, False])
+@on_ranks()
+def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: bool) -> None:
+    """Cut along heads without communication where ranks hold heads that go together; right in any case."""
+    whole = [values(2, heads, 5, 4), values(2, groups, 5, 4, seed=1), values(2, groups, 5, 4, seed=2)]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+
+    plain = [tensor.clone().requires_grad_() for tensor in whole]
+    expected = attend(*plain)
+    expected.pow(2).sum().backward()
+    for mesh in meshes():
+        for placements in placements_of(whole[0], mesh, partial=False):
+            ours = [tessera.distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in whole]
+            cuts = [mesh.shape[dim] for dim, placement in enumerate(placements) if placement == Shard(1)]
+            is_free = set(placements) <= {Replicate(), Shard(0), Shard(1)} and groups % torch.Size(cuts).numel() == 0 and placements[1:] != placements[:-1]
+            with tessera.implicit_communication("forbidden" if is_free else "allowed"):
+                result = attend(*ours)
+                loss = result.pow(2).sum()
+                loss.backward()
+            assert_whole(result, expected.detach(), rtol=1e-4, atol=1e-5)
+            for mine, other in zip(ours, plain):
+                assert_whole(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks()
+def test_blocks_that_are_cut_one_by_one() -> None:
+    """They are taken out of a strided shard, and joined to one, without communication; gradients too."""
+    whole = values(3, 24)
+    plain = whole.clone().requires_grad_()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a, b, c = x.split(8, dim=1)
+        return torch.cat([c * 2, a, b.relu()], dim=1)
+
+    expected = function(plain)
+    weights = values(3, 24, seed=1)
+    (expected * weights).sum().backward()
+    strided = tessera._StridedShard(1, split_factor=3)
+    cases = [(mesh, [strided]) if mesh.ndim == 1 else (mesh, [other, strided]) for mesh in meshes() for other in (Replicate(), Shard(0))]
+    for mesh, placements in cases:
+        x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+        placed = tessera.distribute_tensor(weights, mesh, placements)
+        with tessera.implicit_communication("forbidden"):
+            assert x[:, 8:16].placements == tuple(Shard(1) if each == strided else each for each in placements)
+            y = function(x)
+            (y * placed).sum().backward()
+        assert y.placements == x.grad.placements == tuple(placements)
+        assert_whole(y, expected.detach())
+        assert_whole(x.grad, plain.grad)
+    # Ranges that are no block, and sizes that are not even.
+    for mesh, placements in cases:
+        for size, split in ((24, 2), (24, 4), (10, 2), (9, 3)):
+            x = values(3, size)
+            ours = tessera.distribute_tensor(x, mesh, [*placements[:-1], tessera._StridedShard(1, split_factor=split)])
+            for begin, end, step in ((0, 8, 1), (1, 9, 1), (0, 5, 1), (3, 6, 1), (0, size // 2, 1), (0, size, 2)):
+                assert_whole(ours[:, begin:end:step], x[:, begin:end:step])
+            view = ours[:, : size // 2]
+            view += 1
+            written = x.clone()
+            written[:, : size // 2] += 1
+            assert_whole(ours, written)
+
+
+@on_ranks()
+def test_joining_what_is_cut() -> None:
+    for mesh in meshes():
+        for sizes in ((8, 8), (4, 4, 4), (5, 5), (8, 4)):
+            parts = [values(3, size, seed=number) for number, size in enumerate(sizes)]
+            for placements in placements_of(parts[0], mesh, partial=False):
+                plain = [part.clone().requires_grad_() for part in parts]
+                ours = [tessera.distribute_tensor(part, mesh, placements).requires_grad_() for part in parts]
+                expected = torch.cat(plain, 1)
+                result = torch.cat(ours, 1)
+                assert_whole(result, expected.detach())
+                expected.pow(2).sum().backward()
+                result.pow(2).sum().backward()
+                for mine, other in zip(ours, plain):
+                    assert_whole(mine.grad, other.grad)
+                # It is used with others as any tensor.
+                assert_whole(result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh), expected.detach().view(3, -1, 2) * 2)

@@ -39,16 +39,17 @@ def launch(world_size: int, what: str) -> list[str]:
     return outputs
 
 
-@pytest.mark.parametrize("what", ["tensors", "training", "bridge", "initialise", "sub_groups"])
+@pytest.mark.parametrize("what", ["tensors", "training", "bridge", "initialise", "sub_groups", "parallel_training"])
 def test_two_processes(what):
     for output in launch(2, what):
         assert output.strip().endswith("done")
 
 
-def test_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", free_port(), str(WORKER), "initialise"]
+@pytest.mark.parametrize("ranks, what", [(2, "initialise"), (4, "parallel_training")])
+def test_torchrun(ranks, what):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", free_port(), str(WORKER), what]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout
+    assert result.returncode == 0 and result.stdout.count("done") == ranks, result.stdout
 
 
 def test_four_processes():

@@ -212,9 +212,10 @@ def test_dtypes(dtype):
                 assert_whole(x.to(torch.float32) if not dtype.is_complex else x.real, whole.to(torch.float32) if not dtype.is_complex else whole.real)
 
 
+@pytest.mark.parametrize("order", [2.0, float("inf")])
 @pytest.mark.parametrize("foreach", [False, True])
 @on_ranks()
-def test_clipping_gradients_of_parameters_on_different_meshes(foreach):
+def test_clipping_gradients_of_parameters_on_different_meshes(foreach, order):
     root = tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = tessera.init_device_mesh("cpu", (4,))
     plain = [values(5, 3).requires_grad_(), values(4, seed=1).requires_grad_(), values(3, 4, seed=2).requires_grad_()]
@@ -226,8 +227,8 @@ def test_clipping_gradients_of_parameters_on_different_meshes(foreach):
     for parameters in (plain, ours):
         for parameter in parameters:
             (parameter**3).sum().backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, foreach=foreach)
-    assert_whole(torch.nn.utils.clip_grad_norm_(ours, 0.5, foreach=foreach), expected)
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
+    assert_whole(torch.nn.utils.clip_grad_norm_(ours, 0.5, norm_type=order, foreach=foreach), expected)
     for a, b in zip(ours, plain):
         assert_whole(a.grad, b.grad)
 

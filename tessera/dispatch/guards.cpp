@@ -7,15 +7,21 @@ namespace tessera {
 namespace {
 
 thread_local ImplicitCommunication communication = ImplicitCommunication::allowed;
+thread_local bool communication_is_strict = false;
 thread_local bool replication = false;
 thread_local bool parallel_loss = false;
 
 }  // namespace
 
 ImplicitCommunication implicit_communication() { return communication; }
-ImplicitCommunicationGuard::ImplicitCommunicationGuard(ImplicitCommunication mode)
-    : previous_(std::exchange(communication, mode)) {}
-ImplicitCommunicationGuard::~ImplicitCommunicationGuard() { communication = previous_; }
+bool implicit_communication_is_strict() { return communication_is_strict; }
+ImplicitCommunicationGuard::ImplicitCommunicationGuard(ImplicitCommunication mode, bool strict)
+    : previous_(std::exchange(communication, mode)),
+      was_strict_(std::exchange(communication_is_strict, strict)) {}
+ImplicitCommunicationGuard::~ImplicitCommunicationGuard() {
+  communication = previous_;
+  communication_is_strict = was_strict_;
+}
 
 bool implicit_replication() { return replication; }
 ImplicitReplicationGuard::ImplicitReplicationGuard() : previous_(std::exchange(replication, true)) {}

@@ -8,18 +8,22 @@ namespace tessera {
 /// Whether an operator may move data between ranks to bring its arguments into a form it can work with.
 enum class ImplicitCommunication { allowed, warned, forbidden };
 TESSERA_API ImplicitCommunication implicit_communication();
+/// Whether that goes for slices and other changes of placement that move nothing too.
+TESSERA_API bool implicit_communication_is_strict();
 
 /// While it lives, operators of this thread do as it says. `forbidden`: such an operator is an error that
-/// names it, the argument and the two placements; `warned`: a warning that does.
+/// names it, the argument and the two placements; `warned`: a warning that does. `strict`: so is one that
+/// places an argument otherwise without moving data.
 class TESSERA_API ImplicitCommunicationGuard {
  public:
-  explicit ImplicitCommunicationGuard(ImplicitCommunication mode);
+  explicit ImplicitCommunicationGuard(ImplicitCommunication mode, bool strict = false);
   ~ImplicitCommunicationGuard();
   ImplicitCommunicationGuard(const ImplicitCommunicationGuard&) = delete;
   ImplicitCommunicationGuard& operator=(const ImplicitCommunicationGuard&) = delete;
 
  private:
   ImplicitCommunication previous_;
+  bool was_strict_;
 };
 
 /// Whether a plain tensor among distributed ones is taken to be the same on all ranks, instead of being an

@@ -4,6 +4,7 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/register.h>
 #include <tessera/error.h>
+#include <tessera/random/generator.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/plan.h>
@@ -65,6 +66,7 @@ struct Recipe {
   std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
   bool by_rule = false;       // else on replicas
   rules::Decision decision;   // by_rule
+  bool is_special = false;    // by_rule: see there
   std::vector<Way> ways;      // of each input
   std::vector<Spec> outputs;  // of the last call, likely to be those of the next
 };
@@ -114,6 +116,7 @@ class Kernel final : public c10::OperatorKernel {
         is_loss_(name_.starts_with("aten::nll_loss") || name_.starts_with("aten::_softmax") ||
                  name_.starts_with("aten::_log_softmax")) {
     for (const c10::Argument& argument : schema_.arguments()) {
+      if (argument.name() == "generator") generator_ = written_.size();
       written_.push_back(is_written(argument));
       has_holes_.push_back(argument.type()->kind() == c10::TypeKind::ListType &&
                            argument.type()->expectRef<c10::ListType>().getElementType()->kind() ==
@@ -163,9 +166,8 @@ class Kernel final : public c10::OperatorKernel {
     const std::lock_guard lock(mutex_);
     auto result = std::make_unique<Resolved>();
     result->version = rules::registry_version();
-    // Replicas must get the same random numbers, so these are drawn once for all.
     result->rule = rules::find_rule(name_, is_pointwise_);
-    if (is_random_ && result->rule && !result->rule->draws_nothing) result->rule = nullptr;
+    if (is_random_ && result->rule && !result->rule->for_random) result->rule = nullptr;
     for (const c10::Argument& argument : schema_.arguments()) {
       result->reads.push_back(result->rule &&
                               std::find(result->rule->reads.begin(), result->rule->reads.end(),
@@ -218,6 +220,7 @@ class Kernel final : public c10::OperatorKernel {
   const bool reshapes_in_place_;
   const bool reallocates_;
   const bool is_loss_;
+  std::optional<size_t> generator_;  // which argument is one
   bool has_out_ = false;
   bool has_views_ = false;
   std::vector<bool> written_;    // by argument
@@ -267,7 +270,7 @@ class OperatorCall {
     const at::AutoDispatchBelowADInplaceOrView below;
     if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
       return run_functional();
-    if (kernel_.is_composite_) [[unlikely]]
+    if (kernel_.is_composite_ && !resolved_.rule) [[unlikely]]
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     collect();
     if (!with_dims_.empty()) [[unlikely]]
@@ -287,8 +290,8 @@ class OperatorCall {
       recipes.insert(key_, recipe_);
     }
     const rules::Decision& decision = recipe_->decision;
-    if (decision.decompose || decision.has_local) [[unlikely]] {
-      if (decision.decompose || writes()) {
+    if (recipe_->is_special) [[unlikely]] {
+      if (decision.decompose || (decision.has_local && writes() && !decision.local.writes)) {
         restore();
         const Part part(kernel_.name_);
         return writes() ? run_functional() : replace(decision.decompose);
@@ -303,6 +306,8 @@ class OperatorCall {
       values_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const auto& [position, value] : decision.local.arguments) argument(position) = value;
     substitute();
+    if (kernel_.is_random_ && !recipe_->by_rule && kernel_.generator_) [[unlikely]]
+      seed(argument(*kernel_.generator_));
     decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
     for (const size_t i : c10::irange(arguments_.size())) {
       if (arguments_[i].written) write_back(arguments_[i], recipe_->ways[i]);
@@ -544,6 +549,7 @@ class OperatorCall {
     if (auto decision = decide()) {
       recipe.by_rule = true;
       recipe.decision = *std::move(decision);
+      recipe.is_special = recipe.decision.is_special();
       if (recipe.decision.decompose) return recipe;
     } else {
       check_one_mesh();
@@ -596,7 +602,8 @@ class OperatorCall {
     call.readable = &resolved_.rule->reads;
     auto decision = rules::choose(*resolved_.rule, call, returned);
     // To compute otherwise and to write the result needs an operator that returns it.
-    if (decision && (decision->decompose || decision->has_local) && writes() && !kernel_.functional())
+    if (decision && (decision->decompose || (decision->has_local && !decision->local.writes)) && writes() &&
+        !kernel_.functional())
       return std::nullopt;
     return decision;
   }
@@ -606,7 +613,8 @@ class OperatorCall {
 
   void place(Argument& argument, const Way& way) {
     if (way.plan.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed && way.plan.communicates()) {
+    if (implicit_communication() != ImplicitCommunication::allowed &&
+        (way.plan.communicates() || implicit_communication_is_strict())) {
       report(c10::str("argument '", name_of(argument.position), "' has to be redistributed from ",
                       way.plan.from, " to ", c10::ArrayRef<Placement>(way.plan.to.placements())));
     }
@@ -733,13 +741,23 @@ class OperatorCall {
     TESSERA_CHECK(argument.local.sizes() == shape, kernel_.name_, ": would change the shape of '",
                   name_of(argument.position), "' from ", shape, " to ", argument.local.sizes(),
                   ", which a distributed tensor cannot do in place.");
-    if (kernel_.is_random_) same_on_all_ranks(argument.local);
+    if (draws_unseeded()) same_on_all_ranks(argument.local);
     if (way.back) argument.impl().local().copy_(execute(*way.back, argument.local));
     if (argument.impl().origin()) [[unlikely]]
       argument.impl().write_through();
   }
 
-  /// Random numbers drawn on each rank would differ: those of the first rank count.
+  /// On replicas, all ranks are to draw the same numbers: from a generator that depends on the call alone.
+  void seed(IValue& generator) const {
+    std::optional<at::Generator> given;
+    if (generator.isGenerator()) given = generator.toGenerator();
+    generator = random::make_generator(random::next_draw(mesh(), given), arguments_[0].tensor.device());
+  }
+
+  /// From libtorch's own generator, as the operator takes no other.
+  bool draws_unseeded() const { return kernel_.is_random_ && !recipe_->by_rule && !kernel_.generator_; }
+
+  /// Random numbers that each rank drew as it liked: those of the first rank count.
   void same_on_all_ranks(const at::Tensor& replica) const {
     if (mesh().size() == 1) return;
     std::vector<MeshDim> all;
@@ -775,7 +793,8 @@ class OperatorCall {
     if (!local.defined()) return local;
     if (local.is_conj() || local.is_neg()) [[unlikely]]
       local = local.resolve_conj().resolve_neg();
-    if (kernel_.is_random_ && !recipe_->by_rule) same_on_all_ranks(local);
+    if (draws_unseeded()) [[unlikely]]
+      same_on_all_ranks(local);
     const Spec& spec = output_spec(local, number);
     if (!kernel_.is_view_[index]) return make_dtensor(std::move(local), spec);
     // A view of a tensor that is not one of inference mode is none either.

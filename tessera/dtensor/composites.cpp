@@ -16,6 +16,7 @@
 #include <ATen/ops/ctc_loss.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_matrix_exp.h>
+#include <ATen/ops/native_dropout.h>
 #include <ATen/ops/tensor_split.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -139,6 +140,13 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return DTensor::is_dtensor(self) && DTensor::is_dtensor(from);
 }
 
+/// In one operator, whose mask is whole also where the input is a partial sum.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  TESSERA_CHECK_VALUE(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
+  if (!train || p == 0 || input.numel() == 0) return input;
+  return std::get<0>(at::native_dropout(input, p, true));
+}
+
 void register_composites(torch::Library& library) {
   library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   for (const char* name :
@@ -149,6 +157,7 @@ void register_composites(torch::Library& library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compose>());
   }
   library.impl("ctc_loss.Tensor", ctc_loss);
+  library.impl("dropout", dropout);
   library.impl("one_hot", one_hot);
   library.impl("reshape", reshape);
   library.impl("tensor_split.tensor_indices_or_sections", tensor_split);

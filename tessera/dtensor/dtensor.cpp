@@ -3,6 +3,8 @@
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
+#include <tessera/random/generator.h>
+#include <tessera/random/sample.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
 
@@ -229,6 +231,33 @@ DTensor made(at::Tensor local, const Spec& spec, const at::TensorOptions& option
   return result;
 }
 
+/// A new tensor whose local part `write` fills. On P(op) the parts reduce to what it writes.
+template <class Write>
+DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& placements,
+              at::TensorOptions options, const Write& write) {
+  const Spec spec = factory_spec(shape, mesh, placements, options);
+  const Spec placed = spec.with_placements(with_partials_replicated(spec.placements()));
+  at::Tensor local =
+      at::empty(spec.local_shape(), on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
+  if (mesh.is_member()) {
+    write(local, random::Region(placed), random::next_draw(mesh));
+    local = execute(plan(placed, spec), local);
+  }
+  return made(std::move(local), spec, options);
+}
+
+DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& placements,
+              const at::TensorOptions& options, const random::Distribution& distribution) {
+  return drawn(shape, mesh, placements, options,
+               [&](const at::Tensor& local, const auto& region, const auto& draw) {
+                 random::fill(local, region, distribution, draw);
+               });
+}
+
+at::TensorOptions of_integers(const at::TensorOptions& options) {
+  return options.has_dtype() ? options : options.dtype(at::kLong);
+}
+
 }  // namespace
 
 DTensor::DTensor(at::Tensor tensor) : at::Tensor(std::move(tensor)) {
@@ -406,6 +435,26 @@ DTensor zeros(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placeme
 DTensor ones(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
              at::TensorOptions options) {
   return full(shape, 1, mesh, std::move(placements), options);
+}
+
+DTensor rand(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+             at::TensorOptions options) {
+  return drawn(shape, mesh, placements, options, random::Distribution::uniform());
+}
+
+DTensor randn(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+              at::TensorOptions options) {
+  return drawn(shape, mesh, placements, options, random::Distribution::normal());
+}
+
+DTensor randint(int64_t low, int64_t high, c10::IntArrayRef shape, const DeviceMesh& mesh,
+                Placements placements, at::TensorOptions options) {
+  return drawn(shape, mesh, placements, of_integers(options), random::Distribution::integers(low, high));
+}
+
+DTensor randperm(int64_t n, const DeviceMesh& mesh, Placements placements, at::TensorOptions options) {
+  TESSERA_CHECK_VALUE(n >= 0, "randperm: there is no permutation of ", n, " numbers.");
+  return drawn({n}, mesh, placements, of_integers(options), random::permutation_into);
 }
 
 }  // namespace tessera

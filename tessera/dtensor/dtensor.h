@@ -120,4 +120,15 @@ TESSERA_API DTensor zeros(c10::IntArrayRef shape, const DeviceMesh& mesh, Placem
 TESSERA_API DTensor ones(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
                          at::TensorOptions options = {});
 
+/// Random numbers: uniform in [0, 1), normal, whole in [low, high), and a permutation of 0, ..., n - 1. Each
+/// rank makes only its part; the tensor is the same on every mesh and however it is placed (tessera/random).
+TESSERA_API DTensor rand(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+                         at::TensorOptions options = {});
+TESSERA_API DTensor randn(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
+                          at::TensorOptions options = {});
+TESSERA_API DTensor randint(int64_t low, int64_t high, c10::IntArrayRef shape, const DeviceMesh& mesh,
+                            Placements placements, at::TensorOptions options = {});
+TESSERA_API DTensor randperm(int64_t n, const DeviceMesh& mesh, Placements placements,
+                             at::TensorOptions options = {});
+
 }  // namespace tessera

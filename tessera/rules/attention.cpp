@@ -38,12 +38,24 @@ std::optional<std::vector<Letters>> inputs_of(const Call& call, bool cuts_querie
   for (const auto& number : {query, key, value}) {
     if (call.tensors[*number].ndim() != 4) return std::nullopt;
   }
-  if (call.tensors[*query].shape()[1] != call.tensors[*key].shape()[1]) return std::nullopt;
+  const int64_t groups = call.tensors[*key].shape()[1];
+  if (groups == 0 || call.tensors[*query].shape()[1] % groups != 0) return std::nullopt;
   if (call.value("dropout_p").toDouble() != 0) return std::nullopt;
   std::vector<Letters> result;
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     result.push_back(letters_of(call.schema->arguments()[call.positions[i]].name(), call.tensors[i],
                                 call.tensors[*query], cuts_queries));
+  }
+  return result;
+}
+
+/// Where several heads of queries share one of keys and values, a rank must hold those that go together.
+std::vector<Row> rows_of_heads(const Call& call, const Einsum& einsum) {
+  std::vector<Row> result = rows(einsum);
+  const size_t query = *call.tensor("query"), key = *call.tensor("key");
+  const int64_t heads = call.tensors[query].shape()[1], groups = call.tensors[key].shape()[1];
+  for (Row& row : result) {
+    if (heads != groups && row.inputs[query] == Shard(1)) row.divisor = groups;
   }
   return result;
 }
@@ -89,7 +101,7 @@ std::optional<Proposal> attention(const Call& call) {
     for (Letters& letters : einsum.inputs) std::replace(letters.begin(), letters.end(), 'l', kWhole);
     for (Letters& letters : einsum.outputs) std::replace(letters.begin(), letters.end(), 'l', kWhole);
   }
-  proposal.rows = rows(einsum);
+  proposal.rows = rows_of_heads(call, einsum);
   for (size_t i = 2; i < tensors; ++i) {
     for (Row& row : proposal.rows) row.outputs.push_back(Replicate());
     results.push_back({});
@@ -110,7 +122,7 @@ std::optional<Proposal> attention_backward(const Call& call) {
   Einsum einsum{.inputs = *std::move(inputs),
                 .outputs = {{'b', 'h', l, kWhole}, {'b', 'h', kWhole, kWhole}, {'b', 'h', kWhole, kWhole}}};
   Proposal proposal{
-      rows(einsum),
+      rows_of_heads(call, einsum),
       {attended(query, query.shape()[3]), attended(key, key.shape()[3]), attended(value, value.shape()[3])}};
   if (on_cpu) proposal.localize = nothing_if_empty(*call.tensor("query"));
   return proposal;
@@ -122,7 +134,7 @@ Table attention_rules() {
   const std::vector<std::string> reads{"dropout_p", "is_causal", "grad_input_mask"};
   auto rule = [&](const char* text, auto propose) {
     Rule result{text, propose, reads};
-    result.draws_nothing = true;
+    result.for_random = true;
     return result;
   };
   return {

@@ -15,7 +15,8 @@ constexpr double kImpossible = 1e30;
 /// what is `from` as `to`. A rough price, to choose between rows; the planner of redistributions finds the
 /// real way.
 double price(const Placement& from, const Placement& to, int64_t n) {
-  if (from == to || n == 1) return 0;
+  if (from == to) return 0;
+  if (n == 1) return 0.001;  // nothing moves, but there is no reason either
   const auto parts = static_cast<double>(n);
   const double share = (parts - 1) / parts;
   if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work
@@ -210,7 +211,7 @@ std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::Arra
 }
 
 /// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and
-/// must be replicated.
+/// must be replicated. Only numbers among these are written.
 std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
   std::vector<std::vector<size_t>> items;
   Decision decision;
@@ -220,9 +221,10 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
     const uint32_t position = call.positions[i];
     const auto& type = call.schema->arguments()[position].type();
     if (type->kind() != c10::TypeKind::ListType) {
-      if (call.written[i]) return std::nullopt;
       const Spec& shared = call.tensors[i];
+      if (call.written[i] && shared.ndim() > 0) return std::nullopt;
       decision.inputs[i] = shared.with_placements(Placements(shared.mesh().ndim(), Replicate()));
+      if (call.written[i]) decision.written[i] = decision.inputs[i];
       ++i;
       continue;
     }
@@ -250,6 +252,7 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
     }
     decision.outputs.push_back(std::move(decided->outputs.at(0)));
   }
+  if (rule.together) decision.local = rule.together(call);
   return decision;
 }
 

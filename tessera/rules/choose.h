@@ -23,6 +23,8 @@ struct Decision {
   Local local = {};
   bool has_local = false;  // on some rank, the operator with the same arguments is not what is computed
   Function decompose = {};
+  /// There is more to do than to call the operator on local tensors, or to say of it.
+  bool is_special() const { return has_local || decompose || local.communicates; }
 };
 
 /// The cheapest of what the operator's rule proposes for a call, mesh dim by mesh dim; what is equally cheap

@@ -36,13 +36,51 @@ struct Part {
   }
 };
 
+}  // namespace
+
+std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
+  std::vector<std::vector<int64_t>> result;
+  const auto here = *mesh.get_coordinate();
+  result.emplace_back(here.begin(), here.end());
+  for (const int64_t mesh_dim : mesh_dims) {
+    std::vector<std::vector<int64_t>> more;
+    for (const auto& coordinate : result) {
+      for (const int64_t i : c10::irange(mesh.shape()[mesh_dim])) {
+        more.push_back(coordinate);
+        more.back()[mesh_dim] = i;
+      }
+    }
+    result = std::move(more);
+  }
+  return result;
+}
+
+Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
+  std::vector<MeshDim> dims;
+  for (const int64_t mesh_dim : mesh_dims) dims.emplace_back(mesh_dim);
+  return mesh.get_group(dims);
+}
+
+std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim) {
+  std::vector<int64_t> result;
+  for (const size_t m : c10::irange(spec.placements().size())) {
+    if (spec.placement(m).is_shard_like(dim)) result.push_back(static_cast<int64_t>(m));
+  }
+  return result;
+}
+
+Holding holding(const Spec& spec, int64_t dim) {
+  return [spec, dim](c10::IntArrayRef coordinate) { return spec.local_pieces(coordinate)[dim]; };
+}
+
 /// What goes from a rank that holds `source` to one that holds `target`: parts of both, in the same order.
-struct Route {
+struct Exchange::Route {
   std::vector<Part> source, target;
   int64_t count = 0;
 };
 
-Route route(const Pieces& source, const Pieces& target, const std::vector<Stretch>& stretches) {
+Exchange::Route Exchange::route(const Pieces& source, const Pieces& target,
+                                const std::vector<Stretch>& stretches) {
   Route result;
   for (const Stretch& stretch : stretches) {
     int64_t held = 0;
@@ -68,32 +106,48 @@ Route route(const Pieces& source, const Pieces& target, const std::vector<Stretc
   return result;
 }
 
-/// The coordinates of the ranks of the joint group of some mesh dims, in its order.
-std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
-  std::vector<std::vector<int64_t>> result;
+Exchange::Exchange(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims, int64_t dim,
+                   const Holding& source, const Holding& target, const std::vector<Stretch>& stretches)
+    : mesh_(mesh), mesh_dims_(mesh_dims), dim_(dim) {
   const auto here = *mesh.get_coordinate();
-  result.emplace_back(here.begin(), here.end());
-  for (const int64_t mesh_dim : mesh_dims) {
-    std::vector<std::vector<int64_t>> more;
-    for (const auto& coordinate : result) {
-      for (const int64_t i : c10::irange(mesh.shape()[mesh_dim])) {
-        more.push_back(coordinate);
-        more.back()[mesh_dim] = i;
-      }
-    }
-    result = std::move(more);
+  const Pieces mine = source(here), wanted = target(here);
+  for (const auto& coordinate : peers(mesh, mesh_dims)) {
+    const bool is_self = std::equal(coordinate.begin(), coordinate.end(), here.begin());
+    if (is_self) own_.push_back(route(mine, wanted, stretches));
+    out_.push_back(is_self ? Route{} : route(mine, target(coordinate), stretches));
+    in_.push_back(is_self ? Route{} : route(source(coordinate), wanted, stretches));
   }
-  return result;
 }
 
-}  // namespace
+Exchange::~Exchange() = default;
+Exchange::Exchange(Exchange&&) noexcept = default;
 
-std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim) {
-  std::vector<int64_t> result;
-  for (const size_t m : c10::irange(spec.placements().size())) {
-    if (spec.placement(m).is_shard_like(dim)) result.push_back(static_cast<int64_t>(m));
+void Exchange::operator()(const at::Tensor& target, const at::Tensor& source, Mode mode) const {
+  auto put = [&](const Part& part, const at::Tensor& values) {
+    const at::Tensor place = part.of(target, dim_);
+    mode == kAdd ? place.add_(values) : place.copy_(values);
+  };
+  comm::Tensors sent, received;
+  auto shape = source.sizes().vec();
+  for (const size_t i : c10::irange(out_.size())) {
+    std::vector<at::Tensor> parts;
+    for (const Part& part : out_[i].source) parts.push_back(part.of(source, dim_));
+    shape[dim_] = 0;
+    sent.push_back(parts.empty() ? at::empty(shape, source.options()) : at::cat(parts, dim_).contiguous());
+    shape[dim_] = in_[i].count;
+    received.push_back(at::empty(shape, source.options()));
   }
-  return result;
+  for (const size_t i : c10::irange(own_[0].source.size()))
+    put(own_[0].target[i], own_[0].source[i].of(source, dim_));
+  if (out_.size() < 2) return;
+  comm::all_to_all(received, sent, group_of(mesh_, mesh_dims_)).wait();
+  for (const size_t i : c10::irange(in_.size())) {
+    int64_t offset = 0;
+    for (const Part& part : in_[i].target) {
+      put(part, received[i].narrow(dim_, offset, part.count));
+      offset += part.count;
+    }
+  }
 }
 
 void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,
@@ -101,43 +155,8 @@ void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tenso
   const std::vector<int64_t> mesh_dims = mesh_dims_of(source_spec, dim);
   TESSERA_CHECK(mesh_dims == mesh_dims_of(target_spec, dim), "cannot exchange along dim ", dim, " from ",
                 source_spec, " to ", target_spec, ": both must be cut alike.");
-  const DeviceMesh& mesh = source_spec.mesh();
-  const Pieces mine = source_spec.local_pieces()[dim], wanted = target_spec.local_pieces()[dim];
-  const auto coordinates = peers(mesh, mesh_dims);
-  comm::Tensors sent, received;
-  std::vector<Route> routes;
-  Route own;
-  const auto here = *mesh.get_coordinate();
-  for (const auto& coordinate : coordinates) {
-    const bool is_self = std::equal(coordinate.begin(), coordinate.end(), here.begin());
-    Route out = route(mine, target_spec.local_pieces(coordinate)[dim], stretches);
-    Route in = route(source_spec.local_pieces(coordinate)[dim], wanted, stretches);
-    if (is_self) {
-      own = std::exchange(in, {});
-      out = {};
-    }
-    std::vector<at::Tensor> parts;
-    for (const Part& part : out.source) parts.push_back(part.of(source, dim));
-    auto shape = source.sizes().vec();
-    shape[dim] = 0;
-    sent.push_back(parts.empty() ? at::empty(shape, source.options()) : at::cat(parts, dim).contiguous());
-    shape[dim] = in.count;
-    received.push_back(at::empty(shape, source.options()));
-    routes.push_back(std::move(in));
-  }
-  for (const size_t i : c10::irange(own.source.size()))
-    own.target[i].of(target, dim).copy_(own.source[i].of(source, dim));
-  if (coordinates.size() < 2) return;
-  std::vector<MeshDim> group_dims;
-  for (const int64_t mesh_dim : mesh_dims) group_dims.emplace_back(mesh_dim);
-  comm::all_to_all(received, sent, mesh.get_group(group_dims)).wait();
-  for (const size_t i : c10::irange(routes.size())) {
-    int64_t offset = 0;
-    for (const Part& part : routes[i].target) {
-      part.of(target, dim).copy_(received[i].narrow(dim, offset, part.count));
-      offset += part.count;
-    }
-  }
+  Exchange(source_spec.mesh(), mesh_dims, dim, holding(source_spec, dim), holding(target_spec, dim),
+           stretches)(target, source);
 }
 
 }  // namespace tessera::rules

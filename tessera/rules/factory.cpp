@@ -6,16 +6,7 @@ namespace tessera::rules {
 
 namespace {
 
-/// A new tensor placed like this one, but for what is partial: its value is whole on every rank.
-std::optional<Proposal> like(const Call& call) {
-  const Spec& spec = call.tensors[0];
-  const Letters all = identity(spec.ndim());
-  Proposal proposal = moved(all, all, {spec.shape().vec(), new_strides(call)});
-  for (Row& row : proposal.rows) {
-    if (row.outputs[0].is_partial()) row.outputs[0] = Replicate();
-  }
-  return proposal;
-}
+std::optional<Proposal> like(const Call& call) { return like_first(call); }
 
 /// What is not set yet may be partial.
 std::optional<Proposal> empty_like(const Call& call) {

@@ -93,6 +93,16 @@ Proposal moved(Letters input, Letters output, Result result) {
   return {rows(einsum), {std::move(result)}};
 }
 
+Proposal like_first(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  const Letters all = identity(spec.ndim());
+  Proposal proposal = moved(all, all, {spec.shape().vec(), new_strides(call)});
+  for (Row& row : proposal.rows) {
+    if (row.outputs[0].is_partial()) row.outputs[0] = Replicate();
+  }
+  return proposal;
+}
+
 Proposal whole_dims(const Call& call, const Shape& dims, std::vector<Result> results) {
   Einsum einsum;
   const auto ndim = static_cast<size_t>(call.tensors[0].ndim());

@@ -27,9 +27,11 @@ Table loss_rules();
 Table join_rules();
 Table index_rules();
 Table sort_rules();
+Table convolution_rules();
 Table spatial_rules();
 Table attention_rules();
 Table linalg_rules();
+Table random_rules();
 Table list_rules();
 
 /// Norms over all dims or some; `order`: the name of the argument that is p.
@@ -85,6 +87,10 @@ struct Masked {
   at::Tensor indices, elsewhere;
   Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other);
 };
+
+/// A new tensor placed like the first, but for what is partial: its value is whole on every rank. What the
+/// first holds does not matter.
+Proposal like_first(const Call& call);
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".
 Proposal moved(Letters input, Letters output, Result result);

@@ -1,3 +1,4 @@
+#include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
@@ -337,6 +338,171 @@ std::optional<Proposal> index_put(const Call& call) {
   return proposal;
 }
 
+/// Places in a tensor that counts row by row: which of them a rank holds, and where these lie in what it
+/// holds.
+struct HeldPlaces {
+  at::Tensor inside, places;  // of each; 0 for those that are elsewhere
+
+  HeldPlaces(const at::Tensor& index, const Spec& spec) {
+    at::Tensor rest = Masked(index, 0, spec.numel(), spec.numel(), 0).indices;
+    places = at::zeros_like(rest);
+    inside = at::ones_like(rest, at::kBool);
+    int64_t weight = 1;
+    for (int64_t dim = spec.ndim(); dim-- > 0;) {
+      const int64_t size = spec.shape()[dim], held = spec.local_shape()[dim];
+      const at::Tensor place = at::sub(at::remainder(rest, size), spec.global_offset()[dim]);
+      inside.logical_and_(at::ge(place, 0)).logical_and_(at::lt(place, held));
+      places.add_(place, weight);
+      weight *= held;
+      rest = at::floor_divide(rest, size);
+    }
+    places.masked_fill_(at::logical_not(inside), 0);
+  }
+};
+
+std::optional<Proposal> take(const Call& call) {
+  const auto self = call.tensor("self"), index = call.tensor("index");
+  if (!self || !index) return std::nullopt;
+  const Spec &x = call.tensors[*self], &i = call.tensors[*index];
+  if (x.numel() == 0) return std::nullopt;
+  const Letters places = identity(i.ndim());
+  Einsum einsum{.inputs = {{}, places}, .outputs = {places}, .contracted = picked(x)};
+  for (int64_t d = 0; d < x.ndim(); ++d) einsum.inputs[0].push_back(static_cast<char>('A' + d));
+  einsum.linear = linear_tensors(call, {{0}});
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{i.shape().vec()}}};
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& x = chosen.inputs[0];
+    if (!x.is_sharded()) return local;
+    local.compute = [x](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor held = arguments[0].toTensor();
+      const HeldPlaces here(arguments[1].toTensor(), x);
+      if (held.numel() == 0) return Stack{at::zeros(here.places.sizes(), held.options())};
+      arguments[1] = here.places;
+      at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
+      return Stack{found.masked_fill_(at::logical_not(here.inside), 0)};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+std::optional<Proposal> put(const Call& call) {
+  const auto self = call.tensor("self"), index = call.tensor("index"), source = call.tensor("source");
+  if (!self || !index || !source) return std::nullopt;
+  const Spec& x = call.tensors[*self];
+  if (x.numel() == 0 || call.tensors[*index].shape() != call.tensors[*source].shape()) return std::nullopt;
+  Proposal proposal;
+  proposal.results = {{x.shape().vec(), dense_strides(x)}};
+  for (int64_t d = 0; d < x.ndim(); ++d) {
+    proposal.rows.push_back({{Shard(d), Replicate(), Replicate()}, {Shard(d)}});
+    proposal.rows.back().ranges = true;
+  }
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& x = chosen.inputs[0];
+    if (!x.is_sharded()) return local;
+    local.compute = [x](const c10::OperatorHandle& op, Stack arguments) {
+      const HeldPlaces here(arguments[1].toTensor(), x);
+      const at::Tensor which = at::nonzero(here.inside.flatten()).squeeze(1);
+      arguments[1] = at::index_select(here.places.flatten(), 0, which);
+      arguments[2] = at::index_select(arguments[2].toTensor().flatten(), 0, which);
+      return call_operator(op, std::move(arguments));
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// How many places of a mask are set: on ranks whose rows come before, and in all.
+struct Count {
+  int64_t before = 0, all = 0;
+};
+
+/// Collective.
+Count count_places(const at::Tensor& mask, const Spec& spec) {
+  const std::vector<int64_t> mesh_dims = mesh_dims_of(spec, 0);
+  const auto coordinates = peers(spec.mesh(), mesh_dims);
+  const auto here = *spec.mesh().get_coordinate();
+  const int64_t mine = mask.size(0) > 0 ? spec.global_offset()[0] : spec.shape()[0];
+  const at::Tensor counts =
+      at::zeros({static_cast<int64_t>(coordinates.size())}, mask.options().dtype(at::kLong));
+  std::vector<int64_t> before;
+  for (size_t i = 0; i < coordinates.size(); ++i) {
+    if (std::equal(here.begin(), here.end(), coordinates[i].begin()))
+      counts.select(0, static_cast<int64_t>(i)).copy_(at::count_nonzero(mask));
+    else if (spec.global_offset(coordinates[i])[0] < mine)
+      before.push_back(static_cast<int64_t>(i));
+  }
+  comm::all_reduce(counts, c10d::ReduceOp::SUM, group_of(spec.mesh(), mesh_dims)).wait();
+  const at::Tensor known = counts.cpu();
+  Count result{0, known.sum().item<int64_t>()};
+  for (const int64_t i : before) result.before += known[i].item<int64_t>();
+  return result;
+}
+
+/// Elements of a tensor that are taken, or put, where a mask is set, in order. Rows may be cut: then ranks
+/// tell each other how many they have. `compute`: with how many there are.
+std::optional<Proposal> in_order_of_mask(
+    const Call& call, std::vector<Result> results, std::vector<Row> rows,
+    const std::function<Stack(Stack arguments, const Count& count)>& compute) {
+  Proposal proposal{std::move(rows), std::move(results)};
+  for (Row& row : proposal.rows) row.ranges = true;
+  proposal.localize = [=, mask = *call.tensor("mask")](const Chosen& chosen) {
+    Local local;
+    const Spec& spec = chosen.inputs[mask];
+    if (mesh_dims_of(spec, 0).empty()) return local;
+    local.communicates = true;
+    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
+      const Count count = count_places(arguments[1].toTensor(), spec);
+      return compute(std::move(arguments), count);
+    };
+    return local;
+  };
+  return proposal;
+}
+
+std::optional<Proposal> masked_scatter(const Call& call) {
+  const auto self = call.tensor("self"), mask = call.tensor("mask"), source = call.tensor("source");
+  if (!self || !mask || !source) return std::nullopt;
+  const Spec& x = call.tensors[*self];
+  if (x.ndim() == 0 || x.shape() != call.tensors[*mask].shape()) return std::nullopt;
+  return in_order_of_mask(
+      call, {{x.shape().vec()}}, {{{Shard(0), Shard(0), Replicate()}, {Shard(0)}}},
+      [](Stack arguments, const Count& count) {
+        const at::Tensor source = arguments[2].toTensor().flatten();
+        TESSERA_CHECK(count.all <= source.numel(), "masked_scatter: the mask has ", count.all,
+                      " places, but the source only ", source.numel(), " elements.");
+        const at::Tensor mine = source.narrow(0, count.before, source.numel() - count.before);
+        return Stack{at::masked_scatter(arguments[0].toTensor(), arguments[1].toTensor(), mine)};
+      });
+}
+
+std::optional<Proposal> masked_scatter_backward(const Call& call) {
+  const auto gradient = call.tensor("grad_output"), mask = call.tensor("mask");
+  if (!gradient || !mask) return std::nullopt;
+  const Spec& g = call.tensors[*gradient];
+  if (g.ndim() == 0 || g.shape() != call.tensors[*mask].shape()) return std::nullopt;
+  const Shape sizes = call.integers("sizes");
+  return in_order_of_mask(
+      call, {{sizes}}, {{{Shard(0), Shard(0)}, {Partial()}}}, [sizes](Stack arguments, const Count& count) {
+        const at::Tensor taken = at::masked_select(arguments[0].toTensor(), arguments[1].toTensor());
+        const at::Tensor result = at::zeros(sizes, taken.options());
+        result.view({-1}).narrow(0, count.before, taken.numel()).copy_(taken);
+        return Stack{result};
+      });
+}
+
+/// Each element by itself, looked for in another tensor, which is whole.
+std::optional<Proposal> is_in(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  const Spec &x = call.tensors[0], &y = call.tensors[1];
+  const Letters all = identity(x.ndim());
+  Einsum einsum{.inputs = {all, Letters(y.ndim(), kWhole)}, .outputs = {all}};
+  return Proposal{rows(einsum), {{x.shape().vec()}}};
+}
+
 }  // namespace
 
 Table index_rules() {
@@ -344,10 +510,20 @@ Table index_rules() {
       {{"index_select"},
        {"the dim cut: P(sum), zeros where a rank has nothing; the index cut", index_select, {"dim"}}},
       {{"gather"}, {"the dim cut: P(sum), zeros where a rank has nothing; the index cut", gather, {"dim"}}},
-      {{"scatter.src", "scatter.value"}, scatter_rule(false)},
+      {{"scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"},
+       scatter_rule(false)},
       {{"scatter_add"}, scatter_rule(true)},
       {{"index_add"}, index_write_rule(true)},
-      {{"index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"}, index_write_rule(false)},
+      {{"index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"},
+       index_write_rule(false)},
+      {{"take"}, {"any dim cut: P(sum), zeros where a rank has nothing; the index cut", take}},
+      {{"put"}, {"any dim of self cut", put}},
+      {{"masked_scatter"}, {"rows cut; ranks tell each other how many places they have", masked_scatter}},
+      {{"masked_scatter_backward"},
+       {"rows cut: P(sum); ranks tell each other how many places they have",
+        masked_scatter_backward,
+        {"sizes"}}},
+      {{"isin.Tensor_Tensor"}, {"elements cut, test elements whole", is_in}},
       {{"index.Tensor", "_unsafe_index.Tensor"},
        {"dims without index cut; one indexed dim cut: P(sum), zeros where a rank has nothing; the indices "
         "cut",

@@ -9,7 +9,22 @@ namespace tessera::rules {
 
 namespace {
 
-/// All tensors cut alike, but along the dim in which they are joined.
+/// Tensors of one size, cut evenly along the dim in which they are joined: a rank that puts its parts
+/// together has a part of each block.
+bool joins_blocks(const Call& call, int64_t dim) {
+  const Spec& first = call.tensors[0];
+  const std::vector<int64_t> cutting = mesh_dims_of(first, dim);
+  if (cutting.size() != 1 || call.tensors.size() < 2 || first.placement(cutting[0]) != Shard(dim))
+    return false;
+  return first.shape()[dim] % first.mesh().shape()[cutting[0]] == 0 &&
+         std::all_of(call.tensors.begin(), call.tensors.end(), [&](const Spec& spec) {
+           return spec.shape() == first.shape() && spec.placements() == first.placements() &&
+                  spec.order() == first.order();
+         });
+}
+
+/// All tensors cut alike. Where they are cut along the dim in which they are joined, each rank joins what it
+/// holds if these are blocks; else what comes to lie on another rank is sent there.
 std::optional<Proposal> cat(const Call& call) {
   // Old habit: empty vectors among others are left out.
   int64_t ndim = 1;
@@ -34,6 +49,12 @@ std::optional<Proposal> cat(const Call& call) {
   proposal.rows.push_back(std::move(sums));
   Row cut;
   cut.inputs.assign(call.tensors.size(), Shard(dim));
+  if (joins_blocks(call, dim)) {
+    cut.outputs = {StridedShard(dim, static_cast<int64_t>(call.tensors.size()))};
+    cut.ranges = true;
+    proposal.rows.insert(proposal.rows.begin(), std::move(cut));
+    return proposal;
+  }
   cut.outputs = {Shard(dim)};
   proposal.rows.insert(proposal.rows.begin(), std::move(cut));
   proposal.localize = [dim](const Chosen& chosen) {

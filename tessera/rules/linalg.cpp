@@ -3,13 +3,14 @@
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 
 namespace tessera::rules {
 
 namespace {
 
-/// Which result a call does not ask for: it has shape [0].
-using Unwanted = std::function<std::optional<size_t>(const Call&)>;
+/// Which results a call does not ask for: they have shape [0].
+using Unwanted = std::function<std::vector<size_t>(const Call&)>;
 
 /// Each matrix by itself: dims before the last two are cut alike, in all inputs and results.
 Rule batched(const Unwanted& unwanted = {}, std::vector<std::string> reads = {}) {
@@ -30,22 +31,110 @@ Rule batched(const Unwanted& unwanted = {}, std::vector<std::string> reads = {})
             const size_t results = call.schema->returns().size();
             einsum.outputs.assign(results, identity(outer));
             std::vector<Result> shapes(results, Result{batch});
-            if (const auto empty = unwanted ? unwanted(call) : std::nullopt) {
-              einsum.outputs[*empty] = Letters{kWhole};
+            for (const size_t empty : unwanted ? unwanted(call) : std::vector<size_t>{}) {
+              einsum.outputs[empty] = Letters{kWhole};
               einsum.contracted = Replicate();
-              shapes[*empty] = {{0}};
+              shapes[empty] = {{0}};
             }
             return Proposal{rows(einsum), std::move(shapes)};
           },
           std::move(reads)};
 }
 
-std::optional<size_t> no_vectors(const Call& call) {
-  return call.flag("compute_v") ? std::nullopt : std::optional<size_t>(1);
+std::vector<size_t> no_vectors(const Call& call) {
+  return call.flag("compute_v") ? std::vector<size_t>{} : std::vector<size_t>{1};
 }
 
-std::optional<size_t> no_q(const Call& call) {
-  return call.value("mode").toStringRef() == "r" ? std::optional<size_t>(0) : std::nullopt;
+std::vector<size_t> no_q(const Call& call) {
+  return call.value("mode").toStringRef() == "r" ? std::vector<size_t>{0} : std::vector<size_t>{};
+}
+
+std::vector<size_t> only_values(const Call& call) {
+  return call.flag("compute_uv") ? std::vector<size_t>{} : std::vector<size_t>{0, 2};
+}
+
+std::vector<size_t> no_permutation(const Call& call) {
+  return call.flag("pivot") ? std::vector<size_t>{} : std::vector<size_t>{0};
+}
+
+std::vector<size_t> not_unpacked(const Call& call) {
+  std::vector<size_t> result;
+  if (!call.flag("unpack_pivots")) result = {0};
+  if (!call.flag("unpack_data")) result.insert(result.end(), {1, 2});
+  return result;
+}
+
+/// Each rank looks at its own; what is wrong is told of the whole batch.
+std::optional<Proposal> check_errors(const Call& call) {
+  const Spec& info = call.tensors[0];
+  Proposal proposal;
+  for (int64_t d = 0; d < info.ndim(); ++d) {
+    proposal.rows.push_back({{Shard(d)}, {}});
+    proposal.rows.back().ranges = true;
+  }
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& info = chosen.inputs[0];
+    if (!info.is_sharded()) return local;
+    local.compute = [info](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor mine = arguments[0].toTensor();
+      if (!at::any(mine).item<bool>()) return Stack{};
+      const at::Tensor all = at::zeros(info.shape(), mine.options());
+      at::Tensor place = all;
+      for (int64_t d = 0; d < info.ndim(); ++d)
+        place = place.narrow(d, info.global_offset()[d], info.local_shape()[d]);
+      place.copy_(mine);
+      arguments[0] = all;
+      return call_operator(op, std::move(arguments));
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// Distances of rows: "bpm,brm->bpr" with m whole. What is not there in a batch dim is repeated.
+std::optional<Proposal> distances(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  const Spec &x = call.tensors[0], &y = call.tensors[1];
+  if (x.ndim() < 2 || y.ndim() < 2 || x.numel() == 0 || y.numel() == 0) return std::nullopt;
+  auto batch = [](const Spec& spec) { return spec.shape().slice(0, spec.ndim() - 2); };
+  if (!at::are_expandable(batch(x), batch(y))) return std::nullopt;
+  Shape shape = at::infer_size(batch(x), batch(y));
+  const Letters all = identity(shape.size());
+  auto with = [&](const Spec& spec, char row) {
+    Letters letters = broadcast(batch(spec), shape, all);
+    letters.push_back(row);
+    letters.push_back(kWhole);
+    return letters;
+  };
+  Einsum einsum{.inputs = {with(x, 'P'), with(y, 'R')}, .outputs = {all}, .contracted = std::nullopt};
+  einsum.outputs[0].push_back('P');
+  einsum.outputs[0].push_back('R');
+  shape.push_back(x.shape()[x.ndim() - 2]);
+  shape.push_back(y.shape()[y.ndim() - 2]);
+  return Proposal{rows(einsum), {{shape}}};
+}
+
+/// "bpr,bpm,brm,bpr->bpm"
+std::optional<Proposal> distances_backward(const Call& call) {
+  if (call.tensors.size() != 4) return std::nullopt;
+  const Spec &x = call.tensors[1], &y = call.tensors[2];
+  const int64_t ndim = x.ndim();
+  if (ndim < 2 || x.numel() == 0 || y.numel() == 0) return std::nullopt;
+  for (const Spec& spec : call.tensors) {
+    if (spec.ndim() != ndim || spec.shape().slice(0, ndim - 2) != x.shape().slice(0, ndim - 2))
+      return std::nullopt;
+  }
+  auto with = [&](char row, char column) {
+    Letters letters = identity(ndim - 2);
+    letters.push_back(row);
+    letters.push_back(column);
+    return letters;
+  };
+  Einsum einsum{.inputs = {with('P', 'R'), with('P', 'M'), with('R', 'M'), with('P', 'R')},
+                .outputs = {with('P', 'M')},
+                .linear = {{0}}};
+  return Proposal{rows(einsum), {{x.shape().vec()}}};
 }
 
 std::optional<Proposal> fourier(const Call& call) {
@@ -67,12 +156,36 @@ std::optional<Proposal> fourier(const Call& call) {
 
 Table linalg_rules() {
   return {
-      {{"_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex",
-        "linalg_matrix_exp", "cholesky_inverse", "linalg_eig"},
+      {{"_linalg_det",
+        "_linalg_slogdet",
+        "linalg_inv_ex",
+        "linalg_cholesky_ex",
+        "linalg_lu_factor_ex",
+        "linalg_matrix_exp",
+        "cholesky_inverse",
+        "linalg_eig",
+        "_linalg_eigvals",
+        "cholesky",
+        "_linalg_solve_ex",
+        "linalg_solve_triangular",
+        "triangular_solve",
+        "linalg_lu_solve",
+        "cholesky_solve",
+        "linalg_ldl_factor_ex",
+        "linalg_ldl_solve",
+        "linalg_householder_product",
+        "geqrf",
+        "ormqr"},
        batched()},
+      {{"_linalg_svd"}, batched(only_values, {"compute_uv"})},
+      {{"linalg_lu"}, batched(no_permutation, {"pivot"})},
+      {{"lu_unpack"}, batched(not_unpacked, {"unpack_pivots", "unpack_data"})},
       {{"_linalg_eigh"}, batched(no_vectors, {"compute_v"})},
       {{"linalg_qr"}, batched(no_q, {"mode"})},
       {{"_fft_c2c", "_fft_r2c", "_fft_c2r"}, {"transformed dims whole", fourier, {"dim"}}},
+      {{"_linalg_check_errors"}, {"cut: each rank looks at its own", check_errors}},
+      {{"_cdist_forward"}, {"bp.,br.->bpr", distances}},
+      {{"_cdist_backward"}, {"bpr,bpm,brm,bpr->bpm", distances_backward}},
       {{"dist"},
        {"by sub and norm",
         [](const Call&) {

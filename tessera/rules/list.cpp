@@ -1,4 +1,14 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -10,12 +20,68 @@ Rule items(std::string text, Linear linear = {}) {
   return rule;
 }
 
-/// Norms that ranks without elements know too.
-std::optional<Proposal> finite_norm(const Call& call) {
-  const double p = call.value("ord").toScalar().toDouble();
-  if (!(p >= 0 && p < 1e300)) return std::nullopt;
-  static const Rule norm = norm_rule("ord");
-  return norm.propose(call);
+/// Norms of items; those of items of which a rank holds nothing are the neutral element.
+Rule norms() {
+  Rule rule{"item by item, P(norm p); P(max), P(min), P(sum) for infinite and zero p",
+            [norm = norm_rule("ord")](const Call& call) {
+              auto proposal = norm.propose(call);
+              if (proposal) proposal->localize = {};
+              return proposal;
+            },
+            {"ord", "dtype"}};
+  rule.itemwise = true;
+  rule.together = [](const Call& call) {
+    Local local;
+    const double p = call.value("ord").toScalar().toDouble();
+    const bool lacks = std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& spec) {
+      return c10::multiply_integers(spec.local_shape()) == 0;
+    });
+    if (!lacks || (p >= 0 && !std::isinf(p))) return local;
+    local.compute = [neutral = p > 0 ? 0 : std::numeric_limits<double>::infinity()](
+                        const c10::OperatorHandle& op, Stack arguments) {
+      std::vector<at::Tensor> items = arguments[0].toTensorVector();
+      for (at::Tensor& item : items) {
+        if (item.numel() == 0) item = at::full({1}, neutral, item.options());
+      }
+      arguments[0] = std::move(items);
+      return call_operator(op, std::move(arguments));
+    };
+    return local;
+  };
+  return rule;
+}
+
+/// Each rank looks at what it holds; then all have to agree.
+Rule unscale() {
+  Rule rule = items("item by item, pointwise; what was found by one reduction for each mesh");
+  rule.together = [](const Call& call) {
+    std::vector<DeviceMesh> meshes;
+    for (const size_t i : c10::irange(call.tensors.size())) {
+      const DeviceMesh& mesh = call.tensors[i].mesh();
+      const bool is_item = call.positions[i] == 0;
+      if (is_item && mesh.size() > 1 && std::find(meshes.begin(), meshes.end(), mesh) == meshes.end())
+        meshes.push_back(mesh);
+    }
+    // What is found on a part of a larger mesh is to be known on all of that.
+    std::stable_sort(meshes.begin(), meshes.end(),
+                     [](const DeviceMesh& a, const DeviceMesh& b) { return a.size() < b.size(); });
+    Local local;
+    local.communicates = !meshes.empty();
+    local.compute = [meshes](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor found = arguments[1].toTensor(), here = at::zeros_like(found);
+      arguments[1] = here;
+      op.callBoxed(arguments);
+      for (const DeviceMesh& mesh : meshes) {
+        std::vector<int64_t> all(mesh.ndim());
+        std::iota(all.begin(), all.end(), 0);
+        comm::all_reduce(here, c10d::ReduceOp::MAX, group_of(mesh, all)).wait();
+      }
+      found.copy_(at::maximum(found, here));
+      return Stack{};
+    };
+    return local;
+  };
+  return rule;
 }
 
 std::vector<std::string> foreach (const std::vector<std::string>& names,
@@ -32,8 +98,6 @@ std::vector<std::string> foreach (const std::vector<std::string>& names,
 
 Table list_rules() {
   const std::string pointwise = "item by item, pointwise";
-  Rule norm{"item by item, P(norm p)", finite_norm, {"ord", "dtype"}};
-  norm.itemwise = true;
   return {
       {foreach ({"add", "sub"}, {"List"}), items(pointwise + ", linear in both at once", {{0, 1}})},
       {foreach ({"mul"}, {"List"}), items(pointwise + ", linear in each", {{0}, {1}})},
@@ -56,7 +120,9 @@ Table list_rules() {
             "rsqrt", "sigmoid", "sign", "sin",    "sinh", "sqrt",  "tan",   "tanh", "trunc"},
            {""}),
        items(pointwise)},
-      {{"_foreach_norm.Scalar"}, norm},
+      {{"_foreach_norm.Scalar"}, norms()},
+      {{"_amp_foreach_non_finite_check_and_unscale_"}, unscale()},
+      {{"_amp_update_scale_"}, items("numbers")},
       {{"_fused_adam_", "_fused_adam_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_",
         "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"},
        items(pointwise)},

@@ -334,12 +334,78 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
   return proposal;
 }
 
+/// All dims but one.
+Shape but(int64_t dim, int64_t ndim) {
+  Shape result;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != dim) result.push_back(d);
+  }
+  return result;
+}
+
+Stack weight_norm_by_norm(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor v = arguments[0].toTensor(), g = arguments[1].toTensor();
+  const Shape others = but(wrapped(arguments[2].toInt(), v.dim()), v.dim());
+  const at::Tensor norms = at::add(at::linalg_vector_norm(wide(v), 2, others, /*keepdim=*/true), 0);
+  return {at::mul(v, at::div(g, norms).to(v.scalar_type())), norms};
+}
+
+Stack weight_norm_backward_by_sums(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor gradient = wide(arguments[0].toTensor()), v = arguments[1].toTensor(),
+                   g = arguments[2].toTensor(), norms = arguments[3].toTensor();
+  const Shape others = but(wrapped(arguments[4].toInt(), v.dim()), v.dim());
+  // Reduced here once, not at each use.
+  const at::Tensor along =
+      at::add(at::div(at::sum(at::mul(gradient, wide(v)), others, /*keepdim=*/true), norms), 0);
+  const at::Tensor across = at::sub(gradient, at::mul(wide(v), at::div(along, norms)));
+  return {at::mul(across, at::div(wide(g), norms)).to(v.scalar_type()), along.to(g.scalar_type())};
+}
+
+/// Norms over all dims but one: that may be cut; where another one is, by norms or sums of parts.
+Rule but_one_dim(const char* text, size_t results, const Function& by_parts) {
+  return {text,
+          [=](const Call& call) -> std::optional<Proposal> {
+            const Spec& v = call.tensors[call.tensors.size() == 4 ? 1 : 0];
+            const int64_t dim = wrapped(call.integer("dim"), v.ndim());
+            const bool is_parted =
+                std::any_of(call.tensors.begin(), call.tensors.end(), [&](const Spec& spec) {
+                  return spec.ndim() == v.ndim() && is_cut(spec, but(dim, v.ndim()));
+                });
+            if (v.numel() == 0 || v.ndim() == 0) return std::nullopt;
+            Proposal proposal;
+            if (is_parted && at::isFloatingType(v.dtype())) {
+              proposal.decompose = by_parts;
+              return proposal;
+            }
+            proposal.rows = {{Placements(call.tensors.size(), Shard(dim)), {Shard(dim)}, v.shape()[dim]}};
+            Shape norms(v.ndim(), 1);
+            norms[dim] = v.shape()[dim];
+            proposal.results = {{v.shape().vec()}, {norms}};
+            proposal.results.resize(results);
+            return proposal;
+          },
+          {"dim"}};
+}
+
+Stack renorm_by_norm(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor x = arguments[0].toTensor();
+  const Shape others = but(wrapped(arguments[2].toInt(), x.dim()), x.dim());
+  const double largest = arguments[3].toScalar().toDouble();
+  const at::Tensor norms =
+      at::add(at::linalg_vector_norm(wide(x), arguments[1].toScalar(), others, /*keepdim=*/true), 0);
+  const at::Tensor factors =
+      at::where(at::gt(norms, largest), at::div(at::full_like(norms, largest), at::add(norms, 1e-7)),
+                at::ones_like(norms));
+  return {at::mul(x, factors.to(x.scalar_type()))};
+}
+
 }  // namespace
 
 Table normalize_rules() {
   return {
       {{"_softmax"}, softmax_rule("the dim whole; if cut, by amax, exp and sum", softmax)},
       {{"_log_softmax"}, softmax_rule("the dim whole; if cut, by amax, exp and sum", log_softmax)},
+      {{"_safe_softmax"}, softmax_rule("the dim whole; if cut, by softmax, eq and all", composite())},
       {{"_softmax_backward_data"}, softmax_rule("the dim whole; if cut, by sum", softmax_backward)},
       {{"_log_softmax_backward_data"}, softmax_rule("the dim whole; if cut, by sum", log_softmax_backward)},
       {{"native_layer_norm"}, {"the normalised dims whole", layer_norm, {"normalized_shape"}}},
@@ -347,6 +413,11 @@ Table normalize_rules() {
        {"the normalised dims whole; gradients of parameters P(sum)",
         layer_norm_backward,
         {"normalized_shape"}}},
+      {{"_weight_norm_interface"},
+       but_one_dim("the dim cut; if another is, by norm", 2, weight_norm_by_norm)},
+      {{"_weight_norm_interface_backward"},
+       but_one_dim("the dim cut; if another is, by sum", 2, weight_norm_backward_by_sums)},
+      {{"renorm"}, but_one_dim("the dim cut; if another is, by norm", 1, renorm_by_norm)},
       {{"native_group_norm"}, {"cut along the batch", group_norm, {"group"}}},
       {{"native_group_norm_backward"},
        {"cut along the batch; gradients of parameters P(sum)", group_norm_backward}},

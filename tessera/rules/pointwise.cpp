@@ -61,6 +61,28 @@ std::optional<Proposal> equal(const Call& call) {
   return proposal;
 }
 
+std::optional<Proposal> allclose(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const at::Tensor close =
+        at::isclose(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toDouble(),
+                    arguments[3].toDouble(), arguments[4].toBool());
+    return Stack{at::all(close).item<bool>()};
+  };
+  return proposal;
+}
+
+/// Both results are of the shape that the arguments have together.
+std::optional<Proposal> prelu_backward(const Call& call) {
+  auto proposal = pointwise(call, {{0}});
+  if (proposal) {
+    proposal->results.resize(2, proposal->results.at(0));
+    for (Row& row : proposal->rows) row.outputs.resize(2, row.outputs.at(0));
+  }
+  return proposal;
+}
+
 /// As libtorch computes it, where both results are of the input's shape.
 std::optional<Proposal> log_sigmoid(const Call&) {
   Proposal proposal;
@@ -158,8 +180,10 @@ Table pointwise_rules() {
       {{"clone", "zero_", "_lazy_clone"}, {"as it is", copied, {"memory_format"}}},
       {{"_to_copy"}, {"pointwise; as it is if the dtype stays", cast, {"dtype", "memory_format"}}},
       {{"copy_"}, {"pointwise, linear in both at once if the dtype stays", copy}},
-      {{"fill_.Scalar", "fill_.Tensor"}, {"pointwise", fill}},
+      {{"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, {"pointwise", fill}},
+      {{"_prelu_kernel_backward"}, {"pointwise, linear in the gradient", prelu_backward}},
       {{"equal"}, {"by eq and all", equal}},
+      {{"allclose"}, {"by isclose and all", allclose}},
   };
 }
 

@@ -1,3 +1,6 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/error.h>
+#include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
 #include <algorithm>
@@ -291,6 +294,92 @@ std::optional<Proposal> logsumexp(const Call& call) {
   return proposal;
 }
 
+/// How many elements are in each bin; between which bounds, if that is not said, all have to know.
+std::optional<Proposal> histogram(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (call.tensors.size() != 1 || spec.numel() == 0) return std::nullopt;
+  const double low = call.value("min").toScalar().toDouble(), high = call.value("max").toScalar().toDouble();
+  if (low == high && spec.is_sharded()) {
+    Proposal proposal;
+    proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      double least = x.min().item<double>(), most = x.max().item<double>();
+      if (least == most) {
+        least -= 1;
+        most += 1;
+      }
+      return Stack{at::histc(x, arguments[1].toInt(), least, most)};
+    };
+    return proposal;
+  }
+  Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {{kWhole}}};
+  if (low == high) einsum.contracted = std::nullopt;
+  Proposal proposal{rows(einsum), {{{call.integer("bins")}}}};
+  proposal.localize = [bins = call.integer("bins")](const Chosen& chosen) {
+    Local local;
+    if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
+    local.compute = [bins](const c10::OperatorHandle&, Stack arguments) {
+      return Stack{at::zeros({bins}, arguments[0].toTensor().options())};
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// How often each number occurs; how many there are, all have to know.
+std::optional<Proposal> bincount(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (!call.tensor("self") || spec.ndim() != 1 || spec.numel() == 0) return std::nullopt;
+  if (call.tensors.size() == 2 && call.tensors[1].shape() != spec.shape()) return std::nullopt;
+  Proposal proposal{{{Placements(call.tensors.size(), Shard(0)), {Partial()}}}, {{{kLocal}}}};
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& spec = chosen.inputs[0];
+    const std::vector<int64_t> mesh_dims = mesh_dims_of(spec, 0);
+    if (mesh_dims.empty()) return local;
+    local.communicates = true;
+    local.compute = [spec, mesh_dims](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      // The least too, so that all find a negative one, not only its rank.
+      const at::Tensor bounds =
+          at::full({2}, std::numeric_limits<int64_t>::min(), x.options().dtype(at::kLong));
+      if (x.numel() > 0) bounds.copy_(at::stack({x.max().to(at::kLong), x.min().to(at::kLong).neg()}));
+      comm::all_reduce(bounds, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
+      TESSERA_CHECK(bounds[1].item<int64_t>() <= 0, "bincount: expected numbers that are not negative, got ",
+                    -bounds[1].item<int64_t>(), ".");
+      arguments[2] = std::max(arguments[2].toInt(), bounds[0].item<int64_t>() + 1);
+      if (x.numel() == 0 && arguments[1].isTensor()) {
+        // libtorch forgets of what type weights are if there are none.
+        const auto dtype = arguments[1].toTensor().scalar_type() == at::kFloat ? at::kFloat : at::kDouble;
+        return Stack{at::zeros({arguments[2].toInt()}, x.options().dtype(dtype))};
+      }
+      return call_operator(op, std::move(arguments));
+    };
+    return local;
+  };
+  return proposal;
+}
+
+/// Of what a rank holds another diagonal is summed.
+std::optional<Proposal> trace(const Call& call) {
+  if (call.tensors[0].ndim() != 2) return std::nullopt;
+  Einsum einsum{.inputs = {letters("ab")}, .outputs = {{}}, .linear = {{0}}};
+  einsum.ranges = true;
+  Proposal proposal{rows(einsum), {{Shape()}}};
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    if (!chosen.inputs[0].is_sharded()) return local;
+    const auto offset = chosen.inputs[0].global_offset();
+    local.compute = [diagonal = offset[0] - offset[1]](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const bool none = x.numel() == 0 || diagonal <= -x.size(0) || diagonal >= x.size(1);
+      return Stack{at::sum(none ? x.flatten().narrow(0, 0, 0) : at::diagonal(x, diagonal))};
+    };
+    return local;
+  };
+  return proposal;
+}
+
 }  // namespace
 
 Table reduce_rules() {
@@ -314,6 +403,12 @@ Table reduce_rules() {
       {{"logsumexp"}, {"reduced dims cut: by amax, exp and sum", logsumexp, {"dim", "keepdim"}}},
       {{"argmax", "argmin"}, whole_dim(1, true)},
       {{"max.dim", "min.dim", "mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim(2, true)},
+      {{"histc"},
+       {"cut: P(sum), between bounds that are given, or found by min and max",
+        histogram,
+        {"bins", "min", "max"}}},
+      {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
+      {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
       {{"cumsum"}, whole_dim(1, false, true)},
       {{"cumprod", "logcumsumexp", "_logcumsumexp"}, whole_dim(1, false)},
       {{"cummax", "cummin"}, whole_dim(2, false)},

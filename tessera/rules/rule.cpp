@@ -39,11 +39,15 @@ class Registry {
  private:
   Registry() {
     const std::pair<const char*, Table (*)()> tables[] = {
-        {"pointwise", pointwise_rules}, {"matmul", matmul_rules},   {"reduce", reduce_rules},
-        {"normalize", normalize_rules}, {"loss", loss_rules},       {"embedding", embedding_rules},
-        {"attention", attention_rules}, {"spatial", spatial_rules}, {"view", view_rules},
-        {"join", join_rules},           {"index", index_rules},     {"sort", sort_rules},
-        {"factory", factory_rules},     {"list", list_rules},       {"linalg", linalg_rules}};
+        {"pointwise", pointwise_rules}, {"matmul", matmul_rules},
+        {"reduce", reduce_rules},       {"normalize", normalize_rules},
+        {"loss", loss_rules},           {"embedding", embedding_rules},
+        {"attention", attention_rules}, {"convolution", convolution_rules},
+        {"spatial", spatial_rules},     {"view", view_rules},
+        {"join", join_rules},           {"index", index_rules},
+        {"sort", sort_rules},           {"factory", factory_rules},
+        {"list", list_rules},           {"linalg", linalg_rules},
+        {"random", random_rules}};
     for (const auto& [family, table] : tables) {
       for (Entry& entry : table()) {
         entry.rule.family = family;

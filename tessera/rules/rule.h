@@ -95,6 +95,8 @@ struct Local {
   /// Instead of the operator itself, on local tensors. May communicate, and must say so then.
   Function compute = {};
   bool communicates = false;
+  /// What it computes instead writes into the arguments itself that the operator writes into.
+  bool writes = false;
   /// Results of a view operator do not share the memory of its input.
   bool detached = false;
   /// Of these: writes what a rank holds of the view into what it holds of the input. Called by all ranks.
@@ -121,12 +123,16 @@ struct Rule {
   std::function<std::optional<Proposal>(const Call&)> propose;
   /// The arguments besides tensors that it looks at.
   std::vector<std::string> reads = {};
-  /// The operator works on lists, item by item: the rule is for what each item is about.
+  /// The operator works on lists, item by item: the rule is for what each item is about. Tensors beside the
+  /// lists are whole.
   bool itemwise = false;
+  /// Of such a rule: how a rank computes all items, if not by the operator on what it holds of them.
+  std::function<Local(const Call&)> together = {};
   /// Which table it is from: "pointwise", ...; empty if it was registered at run time.
   std::string family = {};
-  /// The operator may draw random numbers, but not in calls for which the rule proposes something.
-  bool draws_nothing = false;
+  /// The operator may draw random numbers, and the rule sees to it that these do not depend on the placement,
+  /// or proposes something only where none are drawn.
+  bool for_random = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

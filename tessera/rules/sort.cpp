@@ -29,6 +29,24 @@ std::optional<Proposal> bucketize(const Call& call) {
   return Proposal{rows(einsum), {{call.tensors[*self].shape().vec()}}};
 }
 
+/// Each of the values by itself, in a sequence of its own row, or in the one there is.
+std::optional<Proposal> searchsorted(const Call& call) {
+  const auto sequence = call.tensor("sorted_sequence"), self = call.tensor("self");
+  if (!sequence || !self) return std::nullopt;
+  const Spec &x = call.tensors[*self], &sorted = call.tensors[*sequence];
+  const Letters all = identity(x.ndim());
+  Letters of_sequence{kWhole};
+  if (sorted.ndim() > 1) {
+    if (sorted.ndim() != x.ndim()) return std::nullopt;
+    of_sequence = all;
+    of_sequence.back() = kWhole;
+  }
+  // A sorter is like the sequence.
+  Einsum einsum{.inputs = std::vector<Letters>(call.tensors.size(), of_sequence), .outputs = {all}};
+  einsum.inputs[*self] = all;
+  return Proposal{rows(einsum), {{x.shape().vec()}}};
+}
+
 /// Half of the dim by the other half.
 std::optional<Proposal> glu(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -45,6 +63,7 @@ Table sort_rules() {
       {{"sort", "sort.stable"}, {"the dim whole", sort, {"dim"}}},
       {{"topk"}, {"the dim whole", topk, {"dim", "k"}}},
       {{"bucketize.Tensor"}, {"pointwise, boundaries whole", bucketize}},
+      {{"searchsorted.Tensor"}, {"pointwise, the sequence whole", searchsorted}},
       {{"glu", "glu_backward"}, {"the dim whole", glu, {"dim"}}},
       {{"linalg_cross"},
        {"the dim whole",

@@ -163,6 +163,26 @@ std::optional<Sliced> slice_of(const Call& call, int64_t size, int64_t ndim) {
   return Sliced{dim, start, step, (end - start + step - 1) / step};
 }
 
+/// One of the blocks that a strided shard cuts one by one, as the queries among the outputs of a projection
+/// to queries, keys and values: each rank has its part of the block.
+std::optional<Proposal> block(Proposal proposal, const Spec& spec, const Sliced& slice) {
+  const std::vector<int64_t> cutting = mesh_dims_of(spec, slice.dim);
+  if (cutting.size() != 1 || slice.step != 1) return std::nullopt;
+  const Placement& cut = spec.placement(cutting[0]);
+  if (!cut.is_strided_shard()) return std::nullopt;
+  const int64_t size = spec.shape()[slice.dim], parts = cut.split() * spec.mesh().shape()[cutting[0]];
+  if (size % parts != 0 || slice.count * cut.split() != size || slice.start % slice.count != 0)
+    return std::nullopt;
+  proposal.rows.insert(proposal.rows.begin(), Row{{cut}, {Shard(slice.dim)}, 0, /*ranges=*/true});
+  const int64_t held = size / parts, start = slice.start / slice.count * held;
+  proposal.localize = [=, dim = slice.dim](const Chosen& chosen) {
+    Local local;
+    if (!mesh_dims_of(chosen.inputs[0], dim).empty()) local.arguments = {{2, start}, {3, start + held}};
+    return local;
+  };
+  return proposal;
+}
+
 /// A range of one dim. Where that is cut, what comes to lie on another rank is sent there.
 std::optional<Proposal> sliced(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -180,6 +200,7 @@ std::optional<Proposal> sliced(const Call& call) {
   }
   Proposal proposal = view.proposal();
   if (is_all) return proposal;
+  if (auto of_block = block(proposal, spec, *slice)) return of_block;
   proposal.rows.insert(proposal.rows.begin(), Row{{Shard(slice->dim)}, {Shard(slice->dim)}});
   proposal.localize = [slice = *slice](const Chosen& chosen) {
     const Spec &base = chosen.inputs[0], &result = chosen.outputs[0];
@@ -432,6 +453,42 @@ std::optional<Proposal> unfolded(const Call& call) {
   return view.proposal();
 }
 
+/// The last dim, which is whole, becomes the diagonal of two.
+std::optional<Proposal> diag_embed(const Call& call) {
+  const Spec& spec = call.tensors[0];
+  if (spec.ndim() == 0) return std::nullopt;
+  const int64_t ndim = spec.ndim() + 1, size = spec.shape().back() + std::abs(call.integer("offset"));
+  const int64_t one = wrapped(call.integer("dim1"), ndim), other = wrapped(call.integer("dim2"), ndim);
+  if (one == other) return std::nullopt;
+  Letters input = identity(spec.ndim()), output;
+  input.back() = kWhole;
+  Shape shape;
+  int64_t next = 0;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const bool is_new = d == one || d == other;
+    output.push_back(is_new ? kWhole : input[next]);
+    shape.push_back(is_new ? size : spec.shape()[next]);
+    if (!is_new) ++next;
+  }
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .linear = {{0}}};
+  return Proposal{rows(einsum), {{shape}}};
+}
+
+/// Windows along a dim, which is whole, are added.
+std::optional<Proposal> unfold_backward(const Call& call) {
+  const Shape sizes = call.integers("input_sizes");
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  if (ndim == 0 || call.tensors[0].ndim() != ndim + 1) return std::nullopt;
+  Letters output = identity(ndim);
+  output[wrapped(call.integer("dim"), ndim)] = kWhole;
+  Letters input = output;
+  input.push_back(kWhole);
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .linear = {{0}}};
+  Proposal proposal{rows(einsum), {{sizes}}};
+  proposal.localize = with_local_sizes(*call.position("input_sizes"));
+  return proposal;
+}
+
 /// Its strides speak of the global tensor's memory: laid out so on every rank.
 std::optional<Proposal> as_strided(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -607,6 +664,8 @@ Table view_rules() {
       {{"unbind.int"}, {"a dim dropped; if cut, by select", unbound, {"dim"}}},
       {{"diagonal"}, {"two dims whole", diagonal, {"offset", "dim1", "dim2"}}},
       {{"unfold"}, {"the dim whole", unfolded, {"dimension", "size", "step"}}},
+      {{"diag_embed"}, {"the last dim whole", diag_embed, {"offset", "dim1", "dim2"}}},
+      {{"unfold_backward"}, {"the dim whole", unfold_backward, {"input_sizes", "dim"}}},
       {{"as_strided"},
        {"as it is if it is that, else on replicas", as_strided, {"size", "stride", "storage_offset"}}},
       {{"view_as_real"}, {"ab->ab.", as_real}},

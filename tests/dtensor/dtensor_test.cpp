@@ -588,26 +588,6 @@ RANK_BODY(on_processes) {
 
 TEST(DTensorProcesses, OverGloo) { testing::expect_ok(testing::spawn_ranks("on_processes", 2)); }
 
-/// Drawn on replicas, in place or not: the same on all of them.
-TEST(DTensorValues, RandomNumbersAreTheSameOnReplicas) {
-  run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
-    auto expect_same = [&](const at::Tensor& tensor) {
-      const at::Tensor mine = DTensor(tensor).full_tensor();
-      EXPECT_TRUE(at::equal(distribute_tensor(mine, mesh, {Replicate(), Replicate()}).to_local(), mine));
-    };
-    for (const Placements& placements : all_placements(2, 2, true)) {
-      at::Tensor x = distribute_tensor(at::ones({6, 4}), mesh, placements);
-      expect_same(at::dropout(x, 0.5, true));
-      expect_same(at::bernoulli(x * 0.5));
-      expect_same(at::randn_like(x));
-      x.uniform_();
-      expect_same(x);
-      EXPECT_EQ(DTensor(x).placements(), placements);
-    }
-  });
-}
-
 TEST(DTensorInPlace, OutVariants) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});

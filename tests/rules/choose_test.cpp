@@ -119,6 +119,17 @@ TEST_F(Choose, TheCheapest) {
   EXPECT_EQ(other.inputs[0].placements(), (Placements{S(1), R}));
 }
 
+/// Where all placements are the same thing, the one that is there stays.
+TEST_F(Choose, KeepsPlacementsOnOneRank) {
+  const DeviceMesh one = fake_mesh({1, 4});
+  for (const Placement& placement : {R, S(0), S(1), P}) {
+    const Spec given(one, {placement, S(0)}, {8, 12});
+    const Decision copied = decide("aten::detach", "", {given});
+    EXPECT_EQ(copied.inputs[0], given);
+    EXPECT_EQ(copied.outputs[0].placements, given.placements());
+  }
+}
+
 TEST_F(Choose, KeepsOrdersAndStridedCuts) {
   const Placements strided{StridedShard(0, 4), S(0)};
   const Decision scaled = decide("aten::relu", "", {Spec(mesh_, strided, {16, 3})});

@@ -102,6 +102,10 @@ TEST_P(Families, Pointwise) {
         return at::elu(x[0]) + at::leaky_relu(x[0]) + at::hardswish(x[0]) + at::softplus(x[0]);
       },
       {a});
+  check([](const Tensors& x) { return at::prelu(x[0], x[1]); }, {a, numbers({3}, 1) * 0.1});
+  check([](const Tensors& x) { return x[0] * (at::allclose(x[0], x[0] * 1.0) ? 2 : 1); }, {a});
+  check([](const Tensors& x) { return x[0] * (at::allclose(x[0], x[0] * 1.5) ? 2 : 1); }, {a});
+  check([](const Tensors& x) { return at::_safe_softmax(x[0], 0) * at::_safe_softmax(x[0], 1); }, {a});
   check([](const Tensors& x) { return at::log_sigmoid(x[0]) + at::mish(x[0]) + at::hardtanh(x[0]); }, {a});
   check(
       [](const Tensors& x) {

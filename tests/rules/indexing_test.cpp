@@ -126,6 +126,36 @@ TEST_P(Families, Scattering) {
   }
 }
 
+TEST_P(Families, Places) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor a = numbers({size, 3}), mask = numbers({size, 3}, 2) > 0;
+    const at::Tensor places = at::tensor({2, 0, 5, 3, -1, 2}, at::kLong),
+                     once = at::tensor({2, 0, 5, 3}, at::kLong);
+    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, places}, false);
+    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, places.view({2, 3})}, false);
+    check([](const Tensors& x) { return at::put(x[0], x[1], x[2], true); }, {a, places, numbers({6}, 1)},
+          false);
+    check([](const Tensors& x) { return (x[0] * 2).put_(x[1], x[2]); }, {a, once, numbers({4}, 1)}, false);
+    check([](const Tensors& x) { return at::masked_scatter(x[0], x[1], x[2]); },
+          {a, mask, numbers({size * 3}, 4)}, false);
+    check([](const Tensors& x) { return at::scatter_reduce(x[0], 0, x[1], x[0], "amax"); },
+          {a * 100 + at::arange(size * 3).view({size, 3}), at::zeros({size, 3}, at::kLong)}, false);
+    check([](const Tensors& x) { return at::isin(x[0], x[1]).to(at::kFloat); }, {a, numbers({4}, 2)}, false);
+    check([](const Tensors& x) { return at::searchsorted(x[0], x[1]).to(at::kFloat); },
+          {std::get<0>(at::sort(a, 1)), numbers({size, 2}, 4)}, false);
+    check([](const Tensors& x) { return at::searchsorted(x[0], x[1]).to(at::kFloat); },
+          {at::arange(4).to(at::kFloat), a}, false);
+    check([](const Tensors& x) { return at::bucketize(x[0], x[1]).to(at::kFloat); },
+          {a, at::arange(4).to(at::kFloat)}, false);
+    check([](const Tensors& x) { return at::histc(x[0].detach(), 4, -3, 4); }, {a}, false);
+    check([](const Tensors& x) { return at::histc(x[0].detach(), 4); }, {a}, false);
+    check([](const Tensors& x) { return at::bincount(x[0]).to(at::kFloat); },
+          {at::remainder(a, 7).select(1, 0).to(at::kLong)}, false);
+    check([](const Tensors& x) { return at::bincount(x[0], x[1].detach(), 9); },
+          {at::remainder(a, 7).select(1, 0).to(at::kLong), a.select(1, 1).contiguous()}, false);
+  }
+}
+
 TEST(IndexingCommunication, NoneWhereNoneIsNeeded) {
   const Placement sum = Partial(), rows = Shard(0), same = Replicate();
   const at::Tensor a = numbers({5, 4}), index = at::remainder(at::arange(6), 5);
@@ -154,6 +184,12 @@ TEST(IndexingCommunication, NoneWhereNoneIsNeeded) {
                           {a, index, numbers({6, 4})}, {same, rows, rows}, sum);
   expect_no_communication([](const Tensors& x) { return at::scatter(x[0], 0, x[1], 7); },
                           {a, at::zeros({5, 4}, at::kLong)}, {rows, same}, rows);
+  for (const Placement& cut : {rows, Shard(1)})
+    expect_no_communication([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, index}, {cut, same},
+                            sum);
+  expect_no_communication([](const Tensors& x) { return at::histc(x[0], 4, -3, 4); }, {a}, {rows}, sum);
+  expect_no_communication([](const Tensors& x) { return at::searchsorted(x[0], x[1]); },
+                          {at::arange(4).to(at::kFloat), a}, {same, rows}, rows);
 }
 
 }  // namespace

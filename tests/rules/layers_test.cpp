@@ -174,6 +174,40 @@ TEST_P(Families, Embedding) {
     check([](const Tensors& x) { return at::embedding(x[0], x[1], 1); }, {table, indices}, false);
   }
 }
+TEST_P(Families, EmbeddingBag) {
+  for (const int64_t size : {5, 2}) {
+    const at::Tensor table = numbers({size, 3});
+    const at::Tensor indices = at::remainder(at::arange(9) * 3 + 1, size), weights = numbers({9}, 4) + 6;
+    const at::Tensor offsets = at::tensor({0, 2, 2, 7}), ends = at::tensor({0, 2, 2, 7, 9});
+    for (const int64_t mode : {0, 1, 2}) {
+      for (const std::optional<int64_t> padding : {std::optional<int64_t>(), {1}}) {
+        check(
+            [=](const Tensors& x) {
+              return std::get<0>(at::embedding_bag(x[0], x[1], x[2], false, mode, false, {}, false, padding));
+            },
+            {table, indices, offsets}, false);
+        check(
+            [=](const Tensors& x) {
+              return std::get<0>(at::embedding_bag(x[0], x[1], x[2], false, mode, false, {}, true, padding));
+            },
+            {table, indices, ends}, false);
+        if (mode != 0) continue;
+        check(
+            [=](const Tensors& x) {
+              return std::get<0>(
+                  at::embedding_bag(x[0], x[1], x[2], false, mode, false, x[3], false, padding));
+            },
+            {table, indices, offsets, weights}, false);
+      }
+    }
+    // Rows that are equal: the gradient goes to the first in the bag.
+    check(
+        [](const Tensors& x) {
+          return std::get<0>(at::embedding_bag(x[0] * 0 + 1, x[1], x[2], false, 2, false, {}, false));
+        },
+        {table, indices, offsets}, false);
+  }
+}
 TEST_P(Families, Attention) {
   for (const int64_t size : {5, 2}) {
     const at::Tensor q = numbers({size, 4, 3, 2}) * 0.3, k = numbers({size, 4, 5, 2}, 1) * 0.3,
@@ -239,6 +273,26 @@ TEST_P(Families, LinearAlgebra) {
     check([](const Tensors& x) { return at::linalg_cholesky(at::matmul(x[0], x[0].mT())); }, {a});
     check([](const Tensors& x) { return std::get<0>(at::linalg_eigh(x[0] + x[0].mT())); }, {a});
     check([](const Tensors& x) { return at::linalg_solve(x[0], x[1]); }, {a, numbers({size, 3, 2})});
+    check([](const Tensors& x) { return at::linalg_solve(x[0], x[1]); }, {a, numbers({size, 3})});
+    check([](const Tensors& x) { return at::linalg_svdvals(x[0]); }, {a});
+    check(
+        [](const Tensors& x) {
+          const auto [u, s, vh] = at::linalg_svd(x[0], false);
+          return at::matmul(u * s.unsqueeze(-2), vh);
+        },
+        {a});
+    check([](const Tensors& x) { return at::linalg_solve_triangular(x[0], x[1], true); },
+          {a, numbers({size, 3, 2})});
+    check([](const Tensors& x) { return at::cdist(x[0], x[1], 1.0); },
+          {numbers({size, 3}), numbers({4, 3}, 1) + 0.5});
+    check([](const Tensors& x) { return at::cdist(x[0], x[1], 3.0); },
+          {numbers({2, size, 3}), numbers({2, 4, 3}, 1) + 0.5});
+    check([](const Tensors& x) { return at::trace(x[0]); }, {numbers({size, 3})});
+    check([](const Tensors& x) { return at::renorm(x[0], 2, 0, 3.0); }, {numbers({size, 3})});
+    check([](const Tensors& x) { return at::_weight_norm(x[0], x[1], 0); },
+          {numbers({size, 3}), numbers({size, 1}, 2)});
+    check([](const Tensors& x) { return at::_weight_norm(x[0], x[1], 1); },
+          {numbers({size, 3}), numbers({1, 3}, 2)});
     check(
         [](const Tensors& x) {
           return at::abs(at::fft_fft(x[0], {}, 0)) + at::abs(at::fft_rfft(x[0], {}, 1)).sum();
@@ -304,6 +358,18 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
                           {numbers({5, 4}), indices}, {batch, same}, sum);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
                           {numbers({5, 4}), indices}, {same, batch}, batch, true);
+  for (const int64_t mode : {0, 1}) {
+    for (const auto& [of_table, of_result] : {std::pair{batch, sum}, {Shard(1), Shard(1)}}) {
+      expect_no_communication(
+          [mode](const Tensors& t) { return std::get<0>(at::embedding_bag(t[0], t[1], t[2], false, mode)); },
+          {numbers({5, 4}), indices, at::tensor({0, 2, 3})}, {of_table, same, same}, of_result, true);
+    }
+  }
+  expect_no_communication([](const Tensors& t) { return at::linalg_solve(t[0], t[1]); },
+                          {at::eye(3).repeat({5, 1, 1}) * 2, numbers({5, 3, 2})}, {batch, batch}, batch,
+                          true);
+  expect_no_communication([](const Tensors& t) { return at::cdist(t[0], t[1], 1.0); },
+                          {numbers({5, 3}), numbers({4, 3}, 1)}, {batch, same}, batch, true);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
                           {numbers({5, 4}), indices}, {Shard(1), same}, Shard(1), true);
   expect_no_communication(

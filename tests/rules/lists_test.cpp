@@ -1,13 +1,29 @@
 // Operators on lists: one plan for all items, no communication where each item's tensors agree.
 
 #include <tessera/comm/run.h>
+#include <tessera/dispatch/cache.h>
 
-#include <chrono>
+#include <cstdlib>
+#include <limits>
+#include <new>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "tests/support/compare.h"
+
+namespace {
+/// By this thread.
+thread_local size_t allocations = 0;
+}  // namespace
+
+void* operator new(size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tessera {
 namespace {
@@ -132,21 +148,75 @@ TEST(Lists, ClipGradientNorms) {
   });
 }
 
-/// Ten times the tensors take about ten times as long, not a hundred.
+TEST(Lists, NormsOfAnyOrder) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}), flat = init_device_mesh(at::kCPU, {4});
+    Mixed items(0);
+    items.add({2, 3}, flat, {Shard(0)}, 3);  // two ranks have none
+    items.add({3, 3}, mesh, {Shard(0), Partial()}, 4);
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    for (const double p : {2.0, 1.0, 0.0, kInfinity, -kInfinity}) {
+      const Tensors norms = at::_foreach_norm(items.distributed, p),
+                    expected = at::_foreach_norm(items.plain, p);
+      for (size_t i = 0; i < norms.size(); ++i)
+        expect_close(DTensor(norms[i]).full_tensor(), expected[i],
+                     std::to_string(p) + " of " + std::to_string(i));
+    }
+  });
+}
+
+/// Ranks that hold nothing infinite learn of it, by one reduction; nothing else is moved.
+TEST(Lists, GradientsAreUnscaled) {
+  run(4, [] {
+    for (const bool is_plain : {true, false}) {
+      for (const int64_t infinite : {-1, 0, 2, 4}) {
+        Mixed gradients(0);
+        const DeviceMesh mesh = DTensor(gradients.distributed[0]).device_mesh();
+        auto number = [&](double value) {
+          const at::Tensor plain = at::scalar_tensor(value);
+          return is_plain ? plain : distribute_tensor(plain, mesh, {Replicate(), Replicate()}, std::nullopt);
+        };
+        if (infinite >= 0) {
+          gradients.plain[infinite].flatten()[0].fill_(std::numeric_limits<float>::infinity());
+          const DTensor before(gradients.distributed[infinite]);
+          gradients.distributed[infinite] = distribute_tensor(gradients.plain[infinite], before.device_mesh(),
+                                                              before.placements(), std::nullopt);
+        }
+        at::Tensor found = number(0), expected = at::scalar_tensor(0.0);
+        at::_amp_foreach_non_finite_check_and_unscale_(gradients.plain, expected, at::scalar_tensor(0.5));
+        at::_amp_foreach_non_finite_check_and_unscale_(gradients.distributed, found, number(0.5));
+        EXPECT_FALSE(fallback_counts().contains("aten::_amp_foreach_non_finite_check_and_unscale_"));
+        EXPECT_EQ(found.item<float>(), expected.item<float>());
+        gradients.expect_equal("unscaled");
+      }
+    }
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    auto number = [&](const at::Tensor& value) { return distribute_tensor(value, mesh, {Replicate()}); };
+    at::Tensor scale = number(at::scalar_tensor(8.0f)), tracker = number(at::scalar_tensor(1, at::kInt));
+    at::_amp_update_scale_(scale, tracker, number(at::scalar_tensor(1.0f)), 2.0, 0.5, 2);
+    EXPECT_EQ(scale.item<float>(), 4);
+    EXPECT_EQ(tracker.item<int>(), 0);
+  });
+}
+
+/// Twice the tensors take about twice the memory that is asked for, and one plan.
 TEST(Lists, AreLinearInTheirLength) {
   run(1, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {1});
-    auto seconds = [&](size_t count) {
+    auto work = [&](size_t count) {
       const Tensors items(count, zeros({2}, mesh, {Shard(0)}));
-      const auto start = std::chrono::steady_clock::now();
-      for (int i = 0; i < 5; ++i) {
-        EXPECT_EQ(at::stack(items).size(0), static_cast<int64_t>(count));
-        EXPECT_EQ(at::_foreach_add(items, items).size(), count);
-      }
-      return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      const auto misses = dispatch_cache_statistics().misses;
+      const size_t before = allocations;
+      EXPECT_EQ(at::stack(items).size(0), static_cast<int64_t>(count));
+      EXPECT_EQ(at::_foreach_add(items, items).size(), count);
+      const size_t made = allocations - before;
+      EXPECT_EQ(dispatch_cache_statistics().misses, misses + 2);
+      return made;
     };
-    seconds(300);
-    EXPECT_LT(seconds(10000), 40 * seconds(1000));
+    work(300);
+    const size_t once = work(1000), twice = work(2000);
+    EXPECT_GT(once, 1000u);
+    EXPECT_LT(twice, once * 5 / 2);
   });
 }
 

@@ -1,0 +1,37 @@
+"""Train a model in parallel: what ``torch.distributed.tensor.parallel`` has, on Tessera's tensors, and data parallelism.
+
+    from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+The model's code stays as it is: hooks on its submodules make distributed tensors of what goes in, and local ones of what comes out.
+"""
+
+from tessera.parallel.api import parallelize_module
+from tessera.parallel.input_reshard import input_reshard
+from tessera.parallel.loss import loss_parallel
+from tessera.parallel.replicate import ReplicatedModule, replicate
+from tessera.parallel.style import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicatedModule",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "input_reshard",
+    "loss_parallel",
+    "parallelize_module",
+    "replicate",
+]

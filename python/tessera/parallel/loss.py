@@ -1,0 +1,78 @@
+"""Losses of logits whose classes are cut."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tessera import _C
+from tessera._api import DTensor
+from tessera._C import Placement, Replicate, Shard
+
+
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside, ``cross_entropy`` (``nn.CrossEntropyLoss``) of distributed logits moves none of them between ranks, or is an error.
+
+    Classes may be cut along any mesh dims, and so may the batch; each rank computes with what it holds, and only sums over the classes are
+    reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
+    for targets and weights if all ranks hold the whole of them: where the batch is not cut. Label smoothing, class weights, ``ignore_index`` and all
+    reductions work, on meshes of any number of dims; the loss is that of the whole batch.
+
+        with loss_parallel():
+            loss = F.cross_entropy(logits, targets)     # logits: [Shard(0), Shard(1)], targets: [Shard(0), Replicate()]
+            loss.backward()
+    """
+    with _LossParallel():
+        yield
+
+
+_SIGNATURE = inspect.signature(functional.cross_entropy)
+
+
+class _LossParallel(TorchFunctionMode):
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.cross_entropy:
+            bound = _SIGNATURE.bind(*args, **(kwargs or {}))
+            if _C.is_dtensor(bound.arguments["input"]):
+                _prepare(bound.arguments)
+            return func(*bound.args, **bound.kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _prepare(arguments: dict[str, Any]) -> None:
+    """Checks the logits, and makes distributed tensors of what goes with them."""
+    logits = arguments["input"]
+    classes = min(1, logits.ndim - 1)
+    placements = _C.placements(logits)
+    for dim, placement in enumerate(placements):
+        if not isinstance(placement, (Shard, Replicate)):
+            raise ValueError(
+                f"loss_parallel: the logits are placed {placements}, and would have to be moved between ranks along mesh dim {dim} before a loss can be computed. "
+                "Redistribute them so that they are cut or replicated there."
+            )
+    mesh = _C.device_mesh(logits)
+    target = arguments["target"]
+    if not _C.is_dtensor(target):
+        has_classes = target.is_floating_point()  # they are probabilities
+        wanted = placements if has_classes else tuple(_without(placement, classes) for placement in placements)
+        if any(isinstance(placement, Shard) and not (has_classes and placement.dim == classes) for placement in wanted):
+            raise ValueError(
+                f"loss_parallel: the logits are placed {placements}, so the targets must be distributed, as {wanted}, but they are a plain tensor. "
+                "Use distribute_tensor for a tensor of all targets, or DTensor.from_local for this rank's."
+            )
+        arguments["target"] = DTensor.from_local(target, mesh)
+    weight = arguments.get("weight")
+    if weight is not None and not _C.is_dtensor(weight):
+        arguments["weight"] = DTensor.from_local(weight, mesh)
+
+
+def _without(placement: Placement, classes: int) -> Placement:
+    """How the same places are cut in a tensor that has no dim of classes."""
+    if not isinstance(placement, Shard) or placement.dim == classes:
+        return Replicate()
+    return Shard(placement.dim - (placement.dim > classes))

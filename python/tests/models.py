@@ -1,0 +1,40 @@
+"""Models that several tests train, and how."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ranks import values
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=bias)
+        self.down = nn.Linear(16, 8, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def filled(module: nn.Module, scale: float = 0.3) -> nn.Module:
+    """With the same small numbers on every rank, about one where all were one: the weights of norms."""
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.copy_((parameter == 1).all() + values(*parameter.shape, seed=number) * scale)
+    return module
+
+
+def train(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], steps: int = 3, **optimiser: Any) -> list[float]:
+    """The losses of some steps. AdamW's eps is large, or it would blow up gradients that are noise, as of a bias of keys."""
+    optimiser = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "eps": 1e-4, **optimiser})
+    losses = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses

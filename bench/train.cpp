@@ -179,7 +179,7 @@ void reduce_gradients(const std::vector<at::Tensor>& parameters, c10d::ProcessGr
   flat.div_(group.getSize());
   int64_t offset = 0;
   for (const at::Tensor& parameter : parameters) {
-    parameter.mutable_grad() = flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+    parameter.grad().copy_(flat.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
     offset += parameter.numel();
   }
 }

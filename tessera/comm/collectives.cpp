@@ -134,7 +134,9 @@ bool even(const Tensors& tensors) {
                      [&](const auto& t) { return t.numel() == tensors[0].numel(); });
 }
 
-int64_t bytes(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
+int64_t bytes(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
 
 int64_t bytes(const Tensors& tensors) {
   int64_t sum = 0;

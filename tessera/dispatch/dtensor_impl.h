@@ -14,8 +14,8 @@ namespace tessera {
 
 /// What is done around the operators that use a tensor as their weight; see tessera/nn/hooks.h.
 struct WeightHooks;
-/// Tensors with such hooks have this key, which is above autograd and autocast. libtorch reserves it for other
-/// libraries.
+/// Tensors with such hooks have this key, which is above autograd and autocast. libtorch reserves it for
+/// other libraries.
 inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::DeferredInit;
 
 /// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.

@@ -45,10 +45,10 @@ class TESSERA_API ImplicitReplicationGuard {
 /// Whether losses must not gather what they are of.
 TESSERA_API bool loss_parallel();
 
-/// While it lives, softmax, log_softmax, nll_loss and so cross_entropy of this thread, and their gradients, are
-/// an error where they would gather a tensor that is cut: logits that are cut along their classes stay so, and
-/// only sums and maxima of a number per sample are exchanged. They never gather such logits anyway; this makes
-/// sure that logits, targets and class weights are placed so that they need not.
+/// While it lives, softmax, log_softmax, nll_loss and so cross_entropy of this thread, and their gradients,
+/// are an error where they would gather a tensor that is cut: logits that are cut along their classes stay
+/// so, and only sums and maxima of a number per sample are exchanged. They never gather such logits anyway;
+/// this makes sure that logits, targets and class weights are placed so that they need not.
 class TESSERA_API LossParallel {
  public:
   LossParallel();

@@ -19,5 +19,10 @@
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/log.h>
+#include <tessera/sharded/shard_tensor.h>
+#include <tessera/sharded/sharded_tensor.h>
+#include <tessera/sharded/validate.h>
 
 #include <torch/types.h>

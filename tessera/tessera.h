@@ -21,6 +21,8 @@
 #include <tessera/redistribute/plan.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
+#include <tessera/sharded/ops.h>
+#include <tessera/sharded/registry.h>
 #include <tessera/sharded/shard_tensor.h>
 #include <tessera/sharded/sharded_tensor.h>
 #include <tessera/sharded/validate.h>

@@ -19,5 +19,16 @@
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/sharded/bridge.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/log.h>
+#include <tessera/sharded/module.h>
+#include <tessera/sharded/ops.h>
+#include <tessera/sharded/optimizer.h>
+#include <tessera/sharded/registry.h>
+#include <tessera/sharded/shard_tensor.h>
+#include <tessera/sharded/sharded_tensor.h>
+#include <tessera/sharded/state.h>
+#include <tessera/sharded/validate.h>
 
 #include <torch/types.h>

@@ -5,6 +5,7 @@
 #include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/environment.h>
+#include <tessera/comm/rpc.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
 #include <tessera/dispatch/cache.h>

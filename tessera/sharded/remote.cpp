@@ -1,86 +1,89 @@
-#include <tessera/comm/collectives.h>
+#include <tessera/comm/rpc.h>
 #include <tessera/error.h>
+#include <tessera/sharded/bytes.h>
 #include <tessera/sharded/ranks.h>
 #include <tessera/sharded/remote.h>
 
-#include <mutex>
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/distributed/rpc/rref_impl.h>
 
 namespace tessera::sharded {
 
 namespace {
 
-std::mutex mutex;
-
-RemoteAccess& access() {
-  static auto& instance = *new RemoteAccess;
-  return instance;
-}
-
-RemoteAccess current_access() {
-  const std::lock_guard lock(mutex);
-  return access();
-}
-
-/// Of a rank that is another thread of this process.
-class ThreadShard final : public RemoteShard {
- public:
-  ThreadShard(int64_t owner, Shard shard) : owner_(owner), shard_(std::move(shard)) {}
-  int64_t owner() const override { return owner_; }
-  const ShardMetadata& metadata() const override { return shard_.metadata; }
-  Shard to_here() const override { return {shard_.tensor.detach().clone(), shard_.metadata}; }
-
- private:
-  int64_t owner_;
-  Shard shard_;
+/// What a rank tells the others: under which id it has published which shards, or why it cannot.
+struct Offer {
+  std::string error;
+  int64_t id = 0;
+  std::vector<ShardMetadata> shards;
 };
 
-/// Threads tell one another where their lists are, and wait until all have read them.
-RemoteShards share_among_threads(const std::vector<Shard>& local_shards, const Members& members) {
-  const at::Tensor mine = at::full({1}, reinterpret_cast<int64_t>(&local_shards), at::kLong);
-  const at::Tensor all = at::empty({members.size()}, at::kLong);
-  comm::all_gather_into(all, mine, members.group()).wait();
-  RemoteShards result;
-  for (const int64_t i : c10::irange(members.size())) {
-    if (i == members.group_rank()) continue;
-    const auto& shards = *reinterpret_cast<const std::vector<Shard>*>(all.const_data_ptr<int64_t>()[i]);
-    for (const Shard& shard : shards)
-      result[members.ranks()[i]].push_back(std::make_shared<ThreadShard>(members.ranks()[i], shard));
-  }
-  comm::barrier(members.group()).wait();
-  return result;
+std::string to_bytes(const Offer& offer) {
+  ByteWriter out;
+  out.put(std::string_view(offer.error));
+  out.put(offer.id);
+  out.put(static_cast<int64_t>(offer.shards.size()));
+  for (const ShardMetadata& shard : offer.shards) out.put(std::string_view(shard.to_bytes()));
+  return out.take();
+}
+
+Offer from_bytes(std::string_view bytes) {
+  ByteReader in(bytes, "offer of shards");
+  Offer offer;
+  offer.error = in.get_text();
+  offer.id = in.get<int64_t>();
+  const int64_t count = in.get_count(sizeof(int64_t));
+  for (int64_t i = 0; i < count; ++i) offer.shards.push_back(ShardMetadata::from_bytes(in.get_text()));
+  return offer;
 }
 
 }  // namespace
 
-RemoteShard::~RemoteShard() = default;
-
-void set_remote_access(RemoteAccess given) {
-  const std::lock_guard lock(mutex);
-  access() = std::move(given);
+Shard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) const {
+  Shard shard;  // not checked: its placement is where it came from
+  shard.tensor = tensor_.fetch(timeout);
+  shard.metadata = metadata_;
+  return shard;
 }
 
-RemoteShards share_shards(const std::vector<Shard>& local_shards, const Members& members) {
-  if (!members.is_member()) return {};
-  if (members.world()->is_threads()) return share_among_threads(local_shards, members);
-  const auto share = current_access().share;
-  TESSERA_CHECK(share,
-                "init_rrefs: these ranks are processes, and nothing is set up by which they could reach each "
-                "other's shards. Initialize RPC first, or leave init_rrefs out.");
-  return share(local_shards, members);
+rpc::RRef RemoteShard::rref() const { return tensor_.rref(); }
+
+SharedShards share_shards(const std::vector<Shard>& local_shards, const Members& members) {
+  SharedShards result;
+  if (!members.is_member()) return result;
+  const bool is_threads = members.world()->is_threads();
+  std::vector<at::Tensor> tensors;
+  Offer mine;
+  for (const Shard& shard : local_shards) {
+    tensors.push_back(shard.tensor);
+    mine.shards.push_back(shard.metadata);
+  }
+  result.mine = std::make_shared<const Published>(std::move(tensors));
+  mine.id = result.mine->id();
+  if (!is_threads) mine.error = rpc::why_not(*members.world());
+
+  const auto offers = all_gather_text(to_bytes(mine), members);
+  for (const int64_t place : c10::irange(members.size())) {
+    const int64_t rank = members.ranks()[place];
+    const Offer offer = from_bytes(offers[place]);
+    TESSERA_CHECK(offer.error.empty(), "init_rrefs: the ranks are processes, but on rank ", rank, " ",
+                  offer.error, ".");
+    if (rank == members.rank()) continue;
+    for (const size_t i : c10::irange(offer.shards.size())) {
+      const PublishedTensor tensor{rank, is_threads, offer.id, static_cast<int64_t>(i)};
+      result.others[rank].emplace_back(tensor, offer.shards[i]);
+    }
+  }
+  return result;
 }
 
 int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members) {
   TESSERA_CHECK_VALUE(placement, "A shard needs a placement, such as \"rank:0/cpu\".");
   std::optional<int64_t> rank = placement->rank();
   if (const auto& worker = placement->worker_name()) {
-    const auto find = current_access().rank_of_worker;
-    TESSERA_CHECK(find, "The placement ", *placement,
+    TESSERA_CHECK(rpc::is_initialized(), "The placement ", *placement,
                   " names a worker; RPC has to be initialized to know it. Or name a rank: \"rank:0/cpu\".");
-    rank = find(*worker);
+    rank = rpc::worker_rank(*worker);
     TESSERA_CHECK_VALUE(rank, "The placement ", *placement, ": there is no worker \"", *worker, "\".");
   }
   TESSERA_CHECK_VALUE(rank, "The placement ", *placement,

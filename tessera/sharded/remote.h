@@ -1,46 +1,55 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/sharded/published.h>
 #include <tessera/sharded/shard.h>
 
-#include <functional>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
-/// Shards that other ranks hold, where one asks for them: between threads of a process directly, between
-/// processes by what `set_remote_access` was given.
+/// Shards that other ranks hold, where one asks for them: over RPC between processes (comm/rpc.h), directly
+/// between threads of one.
 namespace tessera::sharded {
 
 class Members;
 
-/// A shard on another rank.
+/// A shard on another rank. Does not keep it: when the sharded tensor goes away there, it cannot be had any
+/// more.
 class TESSERA_API RemoteShard {
  public:
-  virtual ~RemoteShard();
+  RemoteShard(PublishedTensor tensor, ShardMetadata metadata)
+      : tensor_(tensor), metadata_(std::move(metadata)) {}
+
   /// The (global) rank that holds it.
-  virtual int64_t owner() const = 0;
-  virtual const ShardMetadata& metadata() const = 0;
-  /// A copy of what it holds now. Only this rank has to call it.
-  virtual Shard to_here() const = 0;
+  int64_t owner() const { return tensor_.owner; }
+  const ShardMetadata& metadata() const { return metadata_; }
+  /// A copy of what it holds now, in CPU memory. Only this rank has to call it; if the owner writes into the
+  /// shard meanwhile, the copy may be partly old and partly new. Throws if the owner has no such tensor any
+  /// more, has died, or does not answer in time (by default within the timeout of `init_rpc`).
+  Shard to_here(std::optional<std::chrono::milliseconds> timeout = {}) const;
+  /// libtorch's own reference to the shard's tensor, which keeps it on its owner. Between processes only.
+  rpc::RRef rref() const;
+
+ private:
+  PublishedTensor tensor_;
+  ShardMetadata metadata_;
 };
 
 /// By (global) rank; ranks that hold no shards, and this one, are not in it.
-using RemoteShards = std::map<int64_t, std::vector<std::shared_ptr<const RemoteShard>>>;
+using RemoteShards = std::map<int64_t, std::vector<RemoteShard>>;
 
-/// How ranks that are processes reach each other's shards.
-struct RemoteAccess {
-  /// Tells all ranks of this rank's shards, and is told of theirs. Collective over the members.
-  std::function<RemoteShards(const std::vector<Shard>& local_shards, const Members& members)> share;
-  /// The (global) rank of the worker of that name, or nothing.
-  std::function<std::optional<int64_t>(const std::string& worker)> rank_of_worker;
+/// What ranks know of each other's shards. Others can read this rank's as long as `mine` lives.
+struct SharedShards {
+  std::shared_ptr<const Published> mine = {};
+  RemoteShards others = {};
 };
-TESSERA_API void set_remote_access(RemoteAccess access);
 
-/// What `share` gives, or, between threads, the shards themselves. Throws if there is no way.
-RemoteShards share_shards(const std::vector<Shard>& local_shards, const Members& members);
+/// Tells all members of this rank's shards, and is told of theirs. Collective over the members; throws on all
+/// of them if one has no RPC and needs it. Nothing on other ranks.
+SharedShards share_shards(const std::vector<Shard>& local_shards, const Members& members);
 
 /// The (global) rank that a placement names. Throws if it names none, or one that is not among the members.
 int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);

@@ -97,8 +97,7 @@ void ShardedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& 
 
 ShardedTensor make_sharded_tensor(ShardedTensorState state) {
   const bool requires_grad = state.metadata.tensor_properties.requires_grad;
-  const bool init_rrefs = state.init_rrefs;
-  if (init_rrefs) state.remote_shards = share_shards(state.local_shards, *state.members);
+  if (state.init_rrefs) state.shared = share_shards(state.local_shards, *state.members);
   at::Tensor tensor = at::detail::make_tensor<ShardedTensorImpl>(std::move(state));
   tensor.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
       "A ShardedTensor has no data pointer, as its data lies on many ranks: use local_shards() for this "
@@ -109,9 +108,10 @@ ShardedTensor make_sharded_tensor(ShardedTensorState state) {
 }
 
 ShardedTensor with_local_tensors(const ShardedTensor& like, std::vector<at::Tensor> tensors,
-                                 std::optional<TensorProperties> properties) {
+                                 std::optional<TensorProperties> properties, bool drop_rrefs) {
   ShardedTensorState state = ShardedTensorImpl::of(like)->state();
-  state.remote_shards.clear();
+  state.shared = {};
+  if (drop_rrefs) state.init_rrefs = false;
   TESSERA_CHECK(tensors.size() == state.local_shards.size(), "with_local_tensors: there are ",
                 state.local_shards.size(), " local shards, but ", tensors.size(), " tensors.");
   if (properties) state.metadata.tensor_properties = *properties;
@@ -181,7 +181,7 @@ const RemoteShards& ShardedTensor::remote_shards() const {
       state.init_rrefs,
       "remote_shards: this tensor was made without init_rrefs, so it does not know the other ranks' "
       "shards.");
-  return state.remote_shards;
+  return state.shared.others;
 }
 
 bool ShardedTensor::is_pinned() const { return metadata().tensor_properties.pin_memory; }
@@ -211,7 +211,7 @@ ShardedTensor ShardedTensor::grad() const {
   TensorProperties properties = metadata().tensor_properties;
   properties.requires_grad = false;
   properties.pin_memory = false;
-  return with_local_tensors(*this, std::move(tensors), properties);
+  return with_local_tensors(*this, std::move(tensors), properties, /*drop_rrefs=*/true);
 }
 
 size_t ShardedTensor::hash() const { return std::hash<const void*>()(unsafeGetTensorImpl()); }

@@ -14,7 +14,7 @@ struct ShardedTensorState {
   std::vector<Shard> local_shards;
   MembersPtr members;
   bool init_rrefs = false;
-  RemoteShards remote_shards = {};
+  SharedShards shared = {};  // if init_rrefs
 };
 
 /// What makes an at::Tensor a sharded one. Operators on it reach our registry by the dispatch key
@@ -56,9 +56,11 @@ class TESSERA_API ShardedTensorImpl final : public c10::TensorImpl {
 TESSERA_API ShardedTensor make_sharded_tensor(ShardedTensorState state);
 
 /// The same tiling with other local tensors, in the order of `like.local_shards()`: their dtype, device,
-/// pinning and requires_grad are taken from them, or, without any, from `like` and what is given.
+/// pinning and requires_grad are taken from them, or, without any, from `like` and what is given. Collective
+/// if `like` has `init_rrefs`, which the result then has too unless `drop_rrefs`.
 TESSERA_API ShardedTensor with_local_tensors(const ShardedTensor& like, std::vector<at::Tensor> tensors,
-                                             std::optional<TensorProperties> properties = std::nullopt);
+                                             std::optional<TensorProperties> properties = std::nullopt,
+                                             bool drop_rrefs = false);
 
 /// The shards of `metadata` that are this rank's, in order. Throws if a placement names no member.
 std::vector<ShardMetadata> local_part(const std::vector<ShardMetadata>& shards, const Members& members);

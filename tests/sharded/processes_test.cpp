@@ -69,12 +69,6 @@ RANK_BODY(sample) {
           shard.tensor.grad(),
           part(counts.unsqueeze(1).expand({9, 4}), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
           "gradient");
-    // Nothing tells processes of each other's shards yet.
-    expect_error<c10::Error>(
-        [] {
-          zeros(chunks(0, {0, 1}), {4}, {.init_rrefs = true});
-        },
-        {"init_rrefs", "RPC"});
   });
 }
 

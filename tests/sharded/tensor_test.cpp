@@ -1,5 +1,6 @@
 // Sharded tensors on ranks that are threads: how they are made, checked, gathered, cut otherwise and moved.
 
+#include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
@@ -703,14 +704,15 @@ TEST(RemoteShards, AreReachedBetweenThreads) {
     for (const auto& [owner, shards] : remote) {
       EXPECT_EQ(shards.size(), owner == 1 ? 2 : 1);
       for (const auto& shard : shards) {
-        EXPECT_EQ(shard->owner(), owner);
-        const Shard here = shard->to_here();
-        EXPECT_EQ(here.metadata, shard->metadata());
+        EXPECT_EQ(shard.owner(), owner);
+        const Shard here = shard.to_here();
+        EXPECT_EQ(here.metadata, shard.metadata());
         EXPECT_TRUE(at::equal(here.tensor, at::ones({2, 2})));
       }
     }
     const ShardedTensor without = ones(chunks(0, {0, 1}), {8, 2});
     expect_error<c10::Error>([&] { without.remote_shards(); }, {"init_rrefs"});
+    comm::barrier(current_world()->group()).wait();  // all have read
   });
 }
 

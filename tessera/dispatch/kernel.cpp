@@ -107,7 +107,8 @@ class Kernel final : public c10::OperatorKernel {
                                               : schema_.name() + "." + schema_.overload_name()),
         is_random_(op.hasTag(at::Tag::nondeterministic_seeded)),
         is_pointwise_(op.hasTag(at::Tag::pointwise)),
-        is_composite_(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)),
+        is_composite_(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+                      !rules::find_rule(name_, false)),
         reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
         reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")) {
     for (const c10::Argument& argument : schema_.arguments()) {
@@ -900,9 +901,16 @@ bool has_out(const c10::OperatorHandle& op) {
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
 }
 
+/// Whether libtorch's composition of other operators serves as it is. Not where there is a rule for the whole
+/// (autograd's formula for the whole is then used too), nor with out=, which is written through plain
+/// tensors.
+bool decomposes(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !has_out(op) &&
+         !rules::find_rule(c10::toString(op.operator_name()), false);
+}
+
 /// At load: a kernel for every operator that does not decompose by itself, and for all that other libraries
 /// add later. (A fallback alone is not enough: libtorch's composite kernels would be preferred to it.)
-/// Composite operators with out= too: they write through plain tensors of their own.
 class Registration {
  public:
   Registration() {
@@ -912,10 +920,7 @@ class Registration {
         key, c10::KernelFunction::makeFromBoxedFunction<&late_kernel>(), "tessera"));
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findOp(name);
-      if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key) ||
-          (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !has_out(*op))) {
-        continue;
-      }
+      if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key) || decomposes(*op)) continue;
       handles_.push_back(dispatcher.registerImpl(
           name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt,
           nullptr, "tessera"));
@@ -933,8 +938,7 @@ class Registration {
         {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
     TESSERA_CHECK_VALUE(op, "register_sharding: there is no operator \"", name,
                         "\"; expected a name as in \"aten::sum.dim_IntList\".");
-    TESSERA_CHECK_VALUE(!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
-                        "register_sharding: ", name,
+    TESSERA_CHECK_VALUE(!decomposes(*op), "register_sharding: ", name,
                         " is composed of other operators; register rules for those.");
     const std::lock_guard lock(mutex_);
     if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse3)) return;

@@ -1,3 +1,4 @@
+#include <tessera/error.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -94,22 +95,59 @@ std::optional<Proposal> cross_entropy_with_logits(const Call&) {
   return proposal;
 }
 
-/// Dims: batch, classes, places; classes whole.
+/// Dims: batch, classes, places. Where classes are cut, each rank knows of the targets that are its classes.
+constexpr char kClass = 'C';
+
 struct Nll {
   Letters input, target;
-  bool batched;
+  int64_t class_dim;
 
-  explicit Nll(int64_t ndim) : batched(ndim > 1) {
-    if (!batched) {
-      input = {kWhole};
-      return;
-    }
+  explicit Nll(int64_t ndim) : class_dim(ndim > 1 ? 1 : 0) {
     for (int64_t d = 0; d < ndim; ++d) {
-      input.push_back(d == 1 ? kWhole : static_cast<char>('a' + d));
-      if (d != 1) target.push_back(static_cast<char>('a' + d));
+      input.push_back(d == class_dim ? kClass : static_cast<char>('a' + d));
+      if (d != class_dim) target.push_back(static_cast<char>('a' + d));
     }
   }
+
+  /// The operator itself, with targets that are among the classes this rank holds; others are ignored.
+  std::function<Local(const Chosen&)> localize(const Call& call, size_t self) const {
+    const size_t target_position = *call.position("target"),
+                 ignored_position = *call.position("ignore_index");
+    return [=, dim = class_dim](const Chosen& chosen) {
+      Local local;
+      const Spec& spec = chosen.inputs[self];
+      if (mesh_dims_of(spec, dim).empty()) return local;
+      const int64_t offset = spec.global_offset()[dim], held = spec.local_shape()[dim],
+                    size = spec.shape()[dim];
+      local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+        constexpr int64_t kIgnored = -100;
+        const at::Tensor target = arguments[target_position].toTensor();
+        const at::Tensor ignored = at::eq(target, arguments[ignored_position].toInt());
+        const at::Tensor classes = at::masked_fill(target, ignored, 0);
+        if (classes.numel() > 0 && classes.is_cpu()) {
+          const auto [lowest, highest] = at::aminmax(classes);
+          TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size,
+                              op.schema().name(), ": targets go from ", lowest.item<int64_t>(), " to ",
+                              highest.item<int64_t>(), ", but must be classes from 0 to ", size - 1,
+                              ", or ignore_index.");
+        }
+        const at::Tensor own = at::sub(classes, offset);
+        const at::Tensor elsewhere = at::logical_or(at::lt(own, 0), at::ge(own, held));
+        arguments[target_position] = at::masked_fill(own, at::logical_or(elsewhere, ignored), kIgnored);
+        arguments[ignored_position] = kIgnored;
+        return call_operator(op, std::move(arguments));
+      };
+      return local;
+    };
+  }
 };
+
+/// Ranks must hold one range of classes.
+std::vector<Row> nll_rows(const Einsum& einsum, size_t self, int64_t class_dim) {
+  std::vector<Row> result = rows(einsum);
+  for (Row& row : result) row.ranges = row.inputs[self].is_shard_like(class_dim);
+  return result;
+}
 
 /// A weighted mean is a sum of losses over a sum of weights: both partial.
 Stack weighted_mean(const c10::OperatorHandle& op, Stack arguments) {
@@ -134,12 +172,14 @@ std::optional<Proposal> nll(const Call& call) {
   }
   Einsum einsum;
   einsum.inputs = {dims.input, dims.target};
-  if (call.tensor("weight")) einsum.inputs.push_back({kWhole});
+  if (call.tensor("weight")) einsum.inputs.push_back({kClass});
   einsum.outputs = {reduction == at::Reduction::None ? dims.target : Letters(), {}};
   if (reduction == at::Reduction::Mean) einsum.contracted = std::nullopt;
   Shape losses;
   if (reduction == at::Reduction::None) losses = call.tensors[*target].shape().vec();
-  return Proposal{rows(einsum), {{losses}, {Shape()}}};
+  Proposal proposal{nll_rows(einsum, *self, dims.class_dim), {{losses}, {Shape()}}};
+  proposal.localize = dims.localize(call, *self);
+  return proposal;
 }
 
 std::optional<Proposal> nll_backward(const Call& call) {
@@ -159,13 +199,14 @@ std::optional<Proposal> nll_backward(const Call& call) {
     } else if (name == "target") {
       einsum.inputs.push_back(dims.target);
     } else if (name == "weight") {
-      einsum.inputs.push_back({kWhole});
+      einsum.inputs.push_back({kClass});
     } else {
       einsum.inputs.emplace_back();
     }
   }
   einsum.outputs = {dims.input};
-  Proposal proposal{rows(einsum), {{spec.shape().vec()}}};
+  Proposal proposal{nll_rows(einsum, *self, dims.class_dim), {{spec.shape().vec()}}};
+  proposal.localize = dims.localize(call, *self);
   const auto total = call.tensor("total_weight");
   if (total && call.integer("reduction") != at::Reduction::Mean) {
     // It is not looked at, and partial if the losses were computed so.
@@ -186,8 +227,8 @@ Table loss_rules() {
       {{"soft_margin_loss"}, {"by pointwise operators", soft_margin}},
       {{"binary_cross_entropy_with_logits"}, {"by pointwise operators", cross_entropy_with_logits}},
       {{"nll_loss_forward", "nll_loss2d_forward"},
-       {"classes whole; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
-      {{"nll_loss_backward", "nll_loss2d_backward"}, {"classes whole", nll_backward, {"reduction"}}},
+       {"nc..,n..(,c)->n..; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
+      {{"nll_loss_backward", "nll_loss2d_backward"}, {"n..,nc..,n..(,c)->nc..", nll_backward, {"reduction"}}},
   };
 }
 

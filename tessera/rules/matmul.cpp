@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
 namespace tessera::rules {
@@ -67,6 +68,132 @@ Rule product(const std::string& text, bool added = false) {
       }};
 }
 
+/// Letters for what is contracted, and for the dims that only one factor has. Others are those of identity().
+constexpr char kInner = 'K', kLeft = 'M', kRight = 'N';
+
+Letters with(Letters letters, std::initializer_list<char> more) {
+  letters.append(more);
+  return letters;
+}
+
+/// Any number of dims before the last.
+std::optional<Proposal> linear(const Call& call) {
+  const auto input = call.tensor("input"), weight = call.tensor("weight"), bias = call.tensor("bias");
+  if (!input || !weight) return std::nullopt;
+  const Spec &x = call.tensors[*input], &w = call.tensors[*weight];
+  if (x.ndim() < 1 || w.ndim() < 1 || w.ndim() > 2 || x.shape().back() != w.shape().back())
+    return std::nullopt;
+  if (x.dtype() == c10::ScalarType::Bool) return std::nullopt;
+  const Letters places = identity(x.ndim() - 1);
+  Shape shape(x.shape().begin(), x.shape().end() - 1);
+  Einsum product{.inputs = {with(places, {kInner}), {kInner}}, .outputs = {places}, .linear = {{0}, {1}}};
+  if (w.ndim() == 2) {
+    product.inputs[1] = {kRight, kInner};
+    product.outputs[0].push_back(kRight);
+    shape.push_back(w.shape()[0]);
+  }
+  if (bias) {
+    const Spec& term = call.tensors[*bias];
+    if (!at::is_expandable_to(term.shape(), shape)) return std::nullopt;
+    product.inputs.push_back(broadcast(term.shape(), shape, product.outputs[0]));
+    product.linear = {{0, 2}, {1, 2}};
+    product.added = {2};
+  }
+  return Proposal{rows(product), {{shape}}};
+}
+
+/// Of what a rank holds: libtorch has the operator, but no kernel for ordinary tensors.
+Stack linear_gradients(const c10::OperatorHandle&, Stack arguments) {
+  at::Tensor x = arguments[0].toTensor(), gradient = arguments[1].toTensor(), w = arguments[2].toTensor();
+  const auto mask = arguments[3].toBoolList();
+  const bool is_vector = w.dim() == 1;
+  if (is_vector) {
+    w = w.unsqueeze(0);
+    gradient = gradient.unsqueeze(-1);
+  }
+  auto matrix = [](const at::Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); };
+  at::Tensor of_x, of_w, of_bias;
+  if (mask[0]) of_x = at::matmul(gradient, w);
+  if (mask[1]) of_w = at::mm(matrix(gradient).t(), matrix(x));
+  if (mask[1] && is_vector) of_w = of_w.squeeze(0);
+  if (mask[2]) of_bias = at::sum(matrix(gradient), 0);
+  if (mask[2] && is_vector) of_bias = of_bias.squeeze(0);
+  return {of_x, of_w, of_bias};
+}
+
+std::optional<Proposal> linear_backward(const Call& call) {
+  const Spec &x = call.tensors.at(0), &w = call.tensors.at(2);
+  const Letters places = identity(x.ndim() - 1);
+  const Letters own = w.ndim() == 2 ? Letters{kRight} : Letters{};
+  const Letters weight = with(own, {kInner});
+  Letters output = places;
+  output.append(own.begin(), own.end());
+  const Letters input = with(places, {kInner});
+  Proposal proposal{rows({.inputs = {input, output, weight}, .outputs = {input, weight, own}}), {}};
+  // What does not depend on what is cut, or has yet to be reduced, is whole.
+  for (Row& row : proposal.rows) {
+    if (row.inputs[1].is_replicate()) row.outputs[2] = Replicate();
+  }
+  for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg}) {
+    const Placement whole = Replicate(), partial = Partial(op);
+    proposal.rows.push_back({{whole, partial, whole}, {partial}});
+    proposal.rows.back().outputs.assign(3, partial);
+    proposal.rows.push_back({{partial, whole, whole}, {whole, partial, whole}});
+    proposal.rows.push_back({{whole, whole, partial}, {partial, whole, whole}});
+  }
+  const Shape bias(w.shape().begin(), w.shape().end() - 1);
+  proposal.results = {{x.shape().vec()}, {w.shape().vec()}, {bias}};
+  proposal.localize = [](const Chosen&) { return Local{{}, linear_gradients}; };
+  return proposal;
+}
+
+/// Matrices in the last two dims, those before them broadcast; a tensor of one dim is a vector.
+std::optional<Proposal> matmul(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  const Spec &a = call.tensors[0], &b = call.tensors[1];
+  if (a.ndim() < 1 || b.ndim() < 1 || a.dtype() == c10::ScalarType::Bool) return std::nullopt;
+  if (a.shape().back() != b.shape()[std::max<int64_t>(b.ndim() - 2, 0)]) return std::nullopt;
+  auto batch_of = [](const Spec& spec) {
+    return spec.shape().slice(0, spec.ndim() - std::min<int64_t>(spec.ndim(), 2));
+  };
+  if (!at::are_expandable(batch_of(a), batch_of(b))) return std::nullopt;
+  Shape shape = at::infer_size(batch_of(a), batch_of(b));
+  const Letters places = identity(shape.size());
+  Einsum product{.inputs = {broadcast(batch_of(a), shape, places), broadcast(batch_of(b), shape, places)},
+                 .outputs = {places},
+                 .linear = {{0}, {1}}};
+  if (a.ndim() > 1) {
+    product.inputs[0].push_back(kLeft);
+    product.outputs[0].push_back(kLeft);
+    shape.push_back(a.shape()[a.ndim() - 2]);
+  }
+  product.inputs[0].push_back(kInner);
+  product.inputs[1].push_back(kInner);
+  if (b.ndim() > 1) {
+    product.inputs[1].push_back(kRight);
+    product.outputs[0].push_back(kRight);
+    shape.push_back(b.shape().back());
+  }
+  return Proposal{rows(product), {{shape}}};
+}
+
+std::optional<Proposal> any_einsum(const Call& call) {
+  Shape ndims;
+  std::vector<c10::IntArrayRef> shapes;
+  for (const Spec& spec : call.tensors) {
+    ndims.push_back(spec.ndim());
+    shapes.push_back(spec.shape());
+  }
+  auto product = from_equation(call.value("equation").toStringRef(), ndims);
+  if (!product) return std::nullopt;
+  const auto sizes = letter_sizes(product->inputs, shapes);
+  if (!sizes) return std::nullopt;
+  for (size_t i = 0; i < ndims.size(); ++i) product->linear.push_back({i});
+  Shape shape;
+  for (const char letter : product->outputs[0]) shape.push_back(sizes->at(letter));
+  return Proposal{rows(*product), {{shape}}};
+}
+
 }  // namespace
 
 Table matmul_rules() {
@@ -81,6 +208,10 @@ Table matmul_rules() {
       {{"addbmm"}, product("mn+bmk,bkn->mn", kAdded)},
       {{"addmv"}, product("m+mk,k->m", kAdded)},
       {{"addr"}, product("mn+m,n->mn", kAdded)},
+      {{"linear"}, {"..k,nk(,n)->..n", linear}},
+      {{"linear_backward"}, {"..k,..n,nk->..k,nk,n", linear_backward}},
+      {{"matmul"}, {"..mk,..kn->..mn", matmul}},
+      {{"einsum"}, {"as the equation says", any_einsum, {"equation"}}},
   };
 }
 

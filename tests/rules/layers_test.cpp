@@ -1,7 +1,12 @@
 // What neural networks are made of: normalisation, losses, embeddings, attention, convolution, pooling; and
 // linear algebra.
 
+#include <tessera/comm/run.h>
+
+#include <torch/csrc/autograd/autograd.h>
+
 #include "tests/rules/families.h"
+#include "tests/support/errors.h"
 
 namespace tessera {
 namespace {
@@ -63,6 +68,85 @@ TEST_P(Families, ElementwiseLosses) {
           {a, p, numbers({3}) * 0.1 + 1});
     }
   }
+}
+TEST_P(Families, Linear) {
+  for (const int64_t size : {5, 8, 2}) {
+    const at::Tensor x = numbers({size, 3, 4}), w = numbers({6, 4}, 1), b = numbers({6}, 2);
+    check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, {x, w, b});
+    check([](const Tensors& t) { return at::linear(t[0], t[1]); }, {x.transpose(0, 1), w});
+    check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, {numbers({2, size, 3, 4}), w, b});
+    check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); },
+          {numbers({3, size}), numbers({6, size}), b});
+    check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); },
+          {numbers({size}), numbers({6, size}), b});
+    check([](const Tensors& t) { return at::linear(t[0], t[1]); }, {x, numbers({4})});
+    check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, {x, w, numbers({1})});
+  }
+}
+TEST_P(Families, Matmul) {
+  auto product = [](const Tensors& t) { return at::matmul(t[0], t[1]); };
+  for (const int64_t size : {5, 8, 2}) {
+    check(product, {numbers({size, 3, 4}), numbers({4, 6}, 1)});
+    check(product, {numbers({2, size, 3, 4}), numbers({2, size, 4, 3}, 1)});
+    check(product, {numbers({size, 1, 3, 4}), numbers({2, 4, 3}, 1)});
+    check(product, {numbers({3, size}), numbers({2, size, 3}, 1)});
+    check(product, {numbers({size}), numbers({2, size, 3}, 1)});
+    check(product, {numbers({2, 3, size}), numbers({size}, 1)});
+    check(product, {numbers({size}), numbers({size}, 1)});
+    check(product, {numbers({3, size}), numbers({size}, 1)});
+  }
+}
+TEST_P(Families, Einsum) {
+  auto einsum = [](const char* equation) {
+    return [equation](const Tensors& t) { return at::einsum(equation, t); };
+  };
+  for (const int64_t size : {5, 8, 2}) {
+    check(einsum("bhmk,bhnk->bmhn"), {numbers({2, size, 3, 4}), numbers({2, size, 2, 4}, 1)});
+    check(einsum("...k,nk"), {numbers({size, 3, 4}), numbers({2, 4}, 1)});
+    check(einsum("ab,bc,cd->da"), {numbers({size, 2}), numbers({2, 3}, 1), numbers({3, 4}, 2)});
+    check(einsum("ij,kl->k"), {numbers({size, 2}), numbers({3, size}, 1)});
+    check(einsum("ii,ij->j"), {numbers({size, size}), numbers({size, 3}, 1)});
+    check(einsum("ij->j"), {numbers({size, 3})});
+    check(einsum("ij,ij->i"), {numbers({size, 3}), numbers({size, 1})});
+  }
+}
+/// Gradients of gradients, and those of complex numbers.
+TEST(LayersGradients, OfProducts) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    for (const int way : {0, 1, 2}) {
+      const bool is_linear = way == 0;
+      for (const Placements& cut :
+           {Placements{Shard(0), Shard(1)}, {Shard(2), Shard(0)}, {Replicate(), Shard(1)}}) {
+        for (const at::ScalarType dtype : {at::kDouble, at::kComplexDouble}) {
+          auto second = [&](bool distributed) {
+            Tensors inputs{numbers({3, 5, 4}),
+                           numbers(is_linear ? at::IntArrayRef{6, 4} : at::IntArrayRef{4, 6}, 1)};
+            for (at::Tensor& input : inputs) {
+              input = (input * at::ones({}, dtype) + (dtype == at::kDouble ? 0 : 1)).to(dtype);
+              if (dtype == at::kComplexDouble)
+                input = input * at::scalar_tensor(c10::complex<double>(1, 0.5), dtype);
+              const Placements placed = input.dim() == 3 ? cut : Placements{Shard(1), Shard(0)};
+              if (distributed) input = distribute_tensor(input, mesh, placed);
+              input.requires_grad_();
+            }
+            const at::Tensor y = is_linear  ? at::linear(inputs[0], inputs[1])
+                                 : way == 1 ? at::matmul(inputs[0], inputs[1])
+                                            : at::einsum("abk,kn->nab", inputs);
+            const auto first = torch::autograd::grad({at::abs(y * y).sum()}, inputs, {}, true, true);
+            const auto of = at::abs(first[0] * first[0]).sum() + at::abs(first[1] * first[1]).sum();
+            Tensors result = torch::autograd::grad({of}, inputs);
+            for (at::Tensor& each : result) {
+              if (distributed) each = DTensor(each).full_tensor();
+            }
+            return result;
+          };
+          const Tensors expected = second(false), actual = second(true);
+          for (size_t i = 0; i < 2; ++i) expect_close(actual[i], expected[i], "second gradient");
+        }
+      }
+    }
+  });
 }
 TEST_P(Families, CrossEntropy) {
   for (const int64_t size : {5, 8, 2}) {
@@ -165,6 +249,20 @@ TEST_P(Families, LinearAlgebra) {
   }
 }
 
+TEST(LayersErrors, TargetThatIsNoClass) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor scores = distribute_tensor(numbers({3, 5}), mesh, {Shard(1)});
+    for (const int64_t wrong : {5, -1}) {
+      const at::Tensor target =
+          distribute_tensor(at::tensor(std::vector<int64_t>{0, 1, wrong}), mesh, {Replicate()});
+      expect_error<c10::IndexError>([&] { at::nll_loss(scores, target); },
+                                    {"nll_loss_forward", "but must be classes from 0 to 4"});
+      EXPECT_NO_THROW(at::nll_loss(scores, target, {}, at::Reduction::Sum, wrong));
+    }
+  });
+}
+
 TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
   const Placement sum = Partial(), batch = Shard(0), same = Replicate();
   const at::Tensor x = numbers({5, 3, 4}) * 0.3, w = numbers({4}), image = numbers({5, 4, 4, 4});
@@ -189,6 +287,18 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
         [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2], {}, 0, true); },
         {q, q + 1, q + 2}, {cut, cut, cut}, cut, true);
   }
+  const at::Tensor long_input = numbers({3, 5, 4}), weight = numbers({8, 4}), bias = numbers({8});
+  auto linear = [](const Tensors& t) { return at::linear(t[0], t[1], t[2]); };
+  for (const Placement& cut : {Shard(0), Shard(1)})
+    expect_no_communication(linear, {long_input, weight, bias}, {cut, same, same}, cut, true);
+  expect_no_communication(linear, {long_input, weight, bias}, {same, Shard(0), Shard(0)}, Shard(2), true);
+  expect_no_communication(linear, {long_input, weight, bias}, {Shard(2), Shard(1), same}, sum, true);
+  for (const Placement& cut : {Shard(0), Shard(1)})
+    expect_no_communication([](const Tensors& t) { return at::matmul(t[0], t[1].mT()); },
+                            {numbers({2, 4, 3, 5}), numbers({2, 4, 6, 5})}, {cut, cut}, cut, true);
+  expect_no_communication([](const Tensors& t) { return at::einsum("bthd,bshd->bhts", t); },
+                          {numbers({2, 5, 4, 3}), numbers({2, 6, 4, 3})}, {Shard(2), Shard(2)}, Shard(1),
+                          true);
   const at::Tensor indices = at::remainder(at::arange(6), 5);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
                           {numbers({5, 4}), indices}, {batch, same}, sum);
@@ -199,6 +309,11 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
   expect_no_communication(
       [](const Tensors& t) { return at::cross_entropy_loss(t[0], t[1], {}, at::Reduction::Sum); },
       {numbers({6, 5}), indices.remainder(5)}, {batch, batch}, sum, true);
+  // Of classes that are cut: each rank knows of its own.
+  for (const int64_t reduction : {at::Reduction::None, at::Reduction::Sum})
+    expect_no_communication(
+        [=](const Tensors& t) { return at::nll_loss(t[0], t[1], t[2].detach(), reduction, 2); },
+        {numbers({6, 5}), indices.remainder(5), numbers({5})}, {Shard(1), same, Shard(0)}, sum, true);
 }
 
 }  // namespace

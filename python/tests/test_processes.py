@@ -18,11 +18,11 @@ def free_port() -> str:
 
 
 def launch(world_size: int, what: str) -> list[str]:
-    port = free_port()
+    ports = {"MASTER_PORT": free_port(), "SECOND_PORT": free_port()}
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), what],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **ports},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

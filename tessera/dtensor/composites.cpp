@@ -3,13 +3,10 @@
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 
-#include <array>
 #include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include <ATen/ExpandUtils.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,11 +16,6 @@
 #include <ATen/ops/ctc_loss.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/linalg_matrix_exp.h>
-#include <ATen/ops/linear_backward.h>
-#include <ATen/ops/linear_native.h>
-#include <ATen/ops/linear_ops.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/matmul_native.h>
 #include <ATen/ops/tensor_split.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -141,51 +133,6 @@ struct MatrixExp : torch::autograd::Function<MatrixExp> {
 
 at::Tensor linalg_matrix_exp(const at::Tensor& self) { return MatrixExp::apply(self); }
 
-/// libtorch has it for nested tensors only.
-std::tuple<at::Tensor, at::Tensor> matmul_gradients(const at::Tensor& gradient, const at::Tensor& self,
-                                                    const at::Tensor& other, std::array<bool, 2> mask) {
-  if (!gradient.defined()) return {};
-  // Vectors as matrices.
-  const at::Tensor a = self.dim() == 1 ? self.unsqueeze(0) : self;
-  const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
-  at::Tensor g = other.dim() == 1 ? gradient.unsqueeze(-1) : gradient;
-  if (self.dim() == 1) g = g.unsqueeze(-2);
-  at::Tensor of_self, of_other;
-  if (mask[0]) {
-    of_self = at::sum_to(at::matmul(g, b.mT()), a.sizes());
-    if (self.dim() == 1) of_self = of_self.squeeze(0);
-  }
-  if (mask[1]) {
-    // One matrix for all batches: as for the weight of a linear layer, without a product for each batch.
-    of_other = b.dim() == 2 && a.dim() > 2 && !at::GradMode::is_enabled()
-                   ? std::get<1>(at::linear_backward(g, a, b, {false, true, false}))
-                   : at::sum_to(at::matmul(a.mT(), g), b.sizes());
-    if (other.dim() == 1) of_other = of_other.squeeze(-1);
-  }
-  return {of_self, of_other};
-}
-
-/// Products that are operators of their own here, not composed of others: with the formulas that autograd has
-/// for them, which are in use for nested tensors and know no complex numbers.
-template <class Operator, class... Arguments>
-at::Tensor as_one(c10::DispatchKeySet keys, const Arguments&... arguments) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(Operator::name, Operator::overload_name)
-                             .template typed<typename Operator::schema>();
-  return op.redispatch(keys.add(c10::DispatchKey::AutogradNestedTensor), arguments...);
-}
-
-at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& bias) {
-  return input.is_complex() || weight.is_complex() ? at::native::linear(input, weight, bias)
-                                                   : as_one<at::_ops::linear>(keys, input, weight, bias);
-}
-
-at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
-  return self.is_complex() || other.is_complex() ? at::native::matmul(self, other)
-                                                 : as_one<at::_ops::matmul>(keys, self, other);
-}
-
 void register_composites(torch::Library& library) {
   for (const char* name :
        {"_scaled_dot_product_attention_math", "combinations", "ctc_loss.IntList", "istft",
@@ -206,9 +153,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
   register_composites(library);
   library.impl("linalg_matrix_exp", linalg_matrix_exp);
-  library.impl("linear", linear);
-  library.impl("matmul", matmul);
-  library.impl("matmul_backward", matmul_gradients);
 }
 
 }  // namespace

@@ -119,12 +119,13 @@ class Choice {
     for (const size_t r : c10::irange(proposal_.rows.size())) {
       const Row& row = proposal_.rows[r];
       if (row.divisor && row.divisor % (parts_[r] * n) != 0) continue;
+      if (row.mesh_dim != -1 && row.mesh_dim != static_cast<int64_t>(m)) continue;
       if (row.any_partial) {
         for (const Variant& variant : partials) consider(row, variant);
         continue;
       }
       consider(row, {});
-      if (row.divisor || row.ranges) continue;
+      if (row.divisor || row.ranges || row.mesh_dim != -1) continue;
       for (const Variant& variant : splits) consider(row, variant);
     }
     consider(whole_, {});

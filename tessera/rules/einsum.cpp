@@ -2,6 +2,7 @@
 #include <tessera/rules/einsum.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 namespace tessera::rules {
@@ -43,6 +44,84 @@ Einsum einsum(std::string_view text) {
   split(text.substr(0, arrow), result.inputs);
   split(text.substr(arrow + 2), result.outputs);
   return result;
+}
+
+std::optional<Einsum> from_equation(std::string_view equation, c10::IntArrayRef ndims) {
+  constexpr std::string_view kAlphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+                             kDots = "...";
+  std::string text;
+  std::copy_if(equation.begin(), equation.end(), std::back_inserter(text), [](char c) { return c != ' '; });
+  const size_t arrow = std::min(text.find("->"), text.size());
+  std::vector<std::string> terms{""};
+  for (const char letter : text.substr(0, arrow)) {
+    if (letter == ',') {
+      terms.emplace_back();
+    } else {
+      terms.back() += letter;
+    }
+  }
+  if (terms.size() != ndims.size()) return std::nullopt;
+
+  // Dims that "..." stands for in a term; letters for as many as there are at the most.
+  std::vector<int64_t> hidden;
+  int64_t most = 0;
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const bool has_dots = terms[i].find(kDots) != std::string::npos;
+    const auto named = static_cast<int64_t>(terms[i].size() - (has_dots ? kDots.size() : 0));
+    hidden.push_back(has_dots ? ndims[i] - named : -1);
+    if (named > ndims[i] || (!has_dots && named != ndims[i])) return std::nullopt;
+    most = std::max(most, hidden.back());
+  }
+  std::string dots;
+  for (const char letter : kAlphabet) {
+    if (static_cast<int64_t>(dots.size()) < most && text.find(letter) == std::string::npos) dots += letter;
+  }
+  if (static_cast<int64_t>(dots.size()) < most) return std::nullopt;
+  auto named = [&](std::string term, int64_t count) {
+    const size_t at = term.find(kDots);
+    if (at != std::string::npos) term.replace(at, kDots.size(), dots.substr(dots.size() - count));
+    return term;
+  };
+
+  Einsum result;
+  std::string all;
+  for (size_t i = 0; i < terms.size(); ++i) {
+    result.inputs.push_back(letters(named(terms[i], std::max<int64_t>(hidden[i], 0))));
+    all.append(result.inputs.back().begin(), result.inputs.back().end());
+  }
+  std::string output = dots;
+  if (arrow < text.size()) {
+    output = named(text.substr(arrow + 2), most);
+  } else {
+    std::string once;
+    for (const char letter : kAlphabet) {
+      if (dots.find(letter) == std::string::npos && std::count(all.begin(), all.end(), letter) == 1)
+        once += letter;
+    }
+    std::sort(once.begin(), once.end());
+    output += once;
+  }
+  result.outputs.push_back(letters(output));
+  auto is_plain = [&](const Letters& term) {
+    return std::all_of(term.begin(), term.end(), [&](char letter) {
+      return kAlphabet.find(letter) != std::string::npos &&
+             std::count(term.begin(), term.end(), letter) == 1 && all.find(letter) != std::string::npos;
+    });
+  };
+  if (!std::all_of(result.inputs.begin(), result.inputs.end(), is_plain) || !is_plain(result.outputs[0]))
+    return std::nullopt;
+  return result;
+}
+
+std::optional<std::map<char, int64_t>> letter_sizes(const std::vector<Letters>& tensors,
+                                                    const std::vector<c10::IntArrayRef>& shapes) {
+  std::map<char, int64_t> sizes;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (size_t d = 0; d < tensors[i].size(); ++d) {
+      if (sizes.emplace(tensors[i][d], shapes[i][d]).first->second != shapes[i][d]) return std::nullopt;
+    }
+  }
+  return sizes;
 }
 
 std::vector<Row> rows(const Einsum& einsum) {

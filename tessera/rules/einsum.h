@@ -3,10 +3,12 @@
 #include <tessera/export.h>
 #include <tessera/rules/rule.h>
 
+#include <map>
 #include <optional>
 #include <string_view>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 /// Letters: each tensor dim has one, and dims that must be cut alike have the same.
@@ -46,6 +48,15 @@ struct Einsum {
 
 /// "mk,kn->mn"
 TESSERA_API Einsum einsum(std::string_view text);
+
+/// What torch.einsum's equation says of operands with so many dims; dims of "..." get letters of their own.
+/// Nothing if a dim occurs twice in one operand, or the equation does not fit.
+///   "...k,nk" of 3 and 2 dims -> "abk,nk->abn"
+TESSERA_API std::optional<Einsum> from_equation(std::string_view equation, c10::IntArrayRef ndims);
+
+/// The size of each letter of some tensors; nothing if two differ in it.
+TESSERA_API std::optional<std::map<char, int64_t>> letter_sizes(const std::vector<Letters>& tensors,
+                                                                const std::vector<c10::IntArrayRef>& shapes);
 
 /// The rows of an einsum, those first that keep the outputs cut. Letters of outputs that no input has are not
 /// cut.

@@ -177,6 +177,23 @@ std::optional<Proposal> matmul(const Call& call) {
   return Proposal{rows(product), {{shape}}};
 }
 
+std::optional<Proposal> any_einsum(const Call& call) {
+  Shape ndims;
+  std::vector<c10::IntArrayRef> shapes;
+  for (const Spec& spec : call.tensors) {
+    ndims.push_back(spec.ndim());
+    shapes.push_back(spec.shape());
+  }
+  auto product = from_equation(call.value("equation").toStringRef(), ndims);
+  if (!product) return std::nullopt;
+  const auto sizes = letter_sizes(product->inputs, shapes);
+  if (!sizes) return std::nullopt;
+  for (size_t i = 0; i < ndims.size(); ++i) product->linear.push_back({i});
+  Shape shape;
+  for (const char letter : product->outputs[0]) shape.push_back(sizes->at(letter));
+  return Proposal{rows(*product), {{shape}}};
+}
+
 }  // namespace
 
 Table matmul_rules() {
@@ -194,6 +211,7 @@ Table matmul_rules() {
       {{"linear"}, {"..k,nk(,n)->..n", linear}},
       {{"linear_backward"}, {"..k,..n,nk->..k,nk,n", linear_backward}},
       {{"matmul"}, {"..mk,..kn->..mn", matmul}},
+      {{"einsum"}, {"as the equation says", any_einsum, {"equation"}}},
   };
 }
 

@@ -65,6 +65,8 @@ struct Row {
   bool ranges = false;
   /// Partial() stands for any partial placement, the same for all that are.
   bool any_partial = false;
+  /// If not -1: on this mesh dim alone.
+  int64_t mesh_dim = -1;
   bool operator==(const Row&) const = default;
 };
 

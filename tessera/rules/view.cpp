@@ -4,11 +4,13 @@
 #include <tessera/rules/family.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include <ATen/ATen.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -220,9 +222,93 @@ std::optional<Proposal> expanded(const Call& call) {
   return proposal;
 }
 
-/// Each maximal run of dims that the view leaves alone, splits or joins. A cut survives if it is of the first
-/// dim of a run on both sides and falls on the same elements: where it is even, or the dim keeps its size.
-/// Dims of size 1 come and go.
+/// A maximal run of dims that a view leaves alone, splits or joins. Dims of size 1, which come and go, are in
+/// none.
+///   [6, 4, 1, 5] as [3, 8, 5]:  dims 0 to 1 are dims 0 to 1, and dim 3 is dim 2
+struct Run {
+  size_t from, from_end;
+  size_t to, to_end;
+
+  bool is_one() const { return from_end - from == 1 && to_end - to == 1; }
+};
+
+std::vector<Run> runs(c10::IntArrayRef from, c10::IntArrayRef to) {
+  std::vector<Run> result;
+  size_t i = 0, j = 0;
+  auto skip_ones = [&] {
+    while (i < from.size() && from[i] == 1) ++i;
+    while (j < to.size() && to[j] == 1) ++j;
+  };
+  for (skip_ones(); i < from.size() && j < to.size(); skip_ones()) {
+    Run run{i, i, j, j};
+    int64_t a = from[i++], b = to[j++];
+    while (a != b) {
+      if (a < b) {
+        a *= from[i++];
+      } else {
+        b *= to[j++];
+      }
+    }
+    run.from_end = i;
+    run.to_end = j;
+    result.push_back(run);
+  }
+  return result;
+}
+
+/// The placements under which each rank holds of the view just what it holds of the tensor; nothing if there
+/// are none. A cut of a dim that is not the first of its run takes a part of each block of the joined dim.
+///   [4, 6] S(1) as [24]: SS(0, 4)          [24] SS(0, 4) as [4, 6]: S(1)
+std::optional<Placements> same_parts(const Spec& spec, const Shape& to) {
+  const std::vector<Run> all = runs(spec.shape(), to);
+  const auto& mesh = spec.mesh().shape();
+  Placements result = spec.placements();
+  // What is held once the mesh dims before have cut: shapes of the same elements, in the same order.
+  Shape held = spec.shape().vec(), seen = to;
+  ShardOrder order = spec.order();
+  if (order.empty()) {
+    order.resize(mesh.size());
+    std::iota(order.begin(), order.end(), 0);
+  }
+  for (const int64_t m : order) {
+    const Placement& now = spec.placement(m);
+    if (!now.is_shard_like()) continue;
+    const auto cut = static_cast<size_t>(now.dim());
+    const auto run = std::find_if(all.begin(), all.end(),
+                                  [&](const Run& each) { return each.from <= cut && cut < each.from_end; });
+    if (run == all.end()) return std::nullopt;
+    const int64_t split = now.is_strided_shard() ? now.split() : 1;
+    auto placed = [](size_t dim, int64_t blocks) {
+      return blocks == 1 ? Shard(static_cast<int64_t>(dim)) : StridedShard(static_cast<int64_t>(dim), blocks);
+    };
+    if (run->is_one()) {
+      result[m] = placed(run->to, split);
+      continue;
+    }
+    if (held[cut] % (split * mesh[m]) != 0) return std::nullopt;
+    auto product = [](const Shape& sizes, size_t begin, size_t end) {
+      return std::accumulate(sizes.begin() + static_cast<std::ptrdiff_t>(begin),
+                             sizes.begin() + static_cast<std::ptrdiff_t>(end), int64_t{1},
+                             std::multiplies<>());
+    };
+    // Of every `block` elements in a row, each rank takes one part.
+    const int64_t block = held[cut] / split * product(held, cut + 1, run->from_end), part = block / mesh[m];
+    std::optional<Placement> then;
+    for (size_t j = run->to; j < run->to_end && !then; ++j) {
+      const int64_t inner = product(seen, j + 1, run->to_end);
+      if (part % inner != 0 || seen[j] * inner % block != 0) continue;
+      then = placed(j, seen[j] * inner / block);
+      seen[j] /= mesh[m];
+    }
+    if (!then) return std::nullopt;
+    result[m] = *then;
+    held[cut] /= mesh[m];
+  }
+  return result;
+}
+
+/// Cuts stay where each rank can keep what it has. Else that of the first dim of a run may, on both sides, if
+/// it falls on the same elements: where it is even, or the dim keeps its size.
 std::optional<Proposal> viewed(const Call& call) {
   const Spec& spec = call.tensors[0];
   const Shape to = at::infer_size(call.integers("size"), spec.numel());
@@ -247,23 +333,17 @@ std::optional<Proposal> viewed(const Call& call) {
     if (from == c10::IntArrayRef(to)) {
       for (int64_t dim = 0; dim < spec.ndim(); ++dim) cuts.push_back({{Shard(dim)}, {Shard(dim)}});
     }
+  } else if (const auto kept = same_parts(spec, to)) {
+    for (const size_t m : c10::irange(kept->size())) {
+      if (!spec.placement(m).is_shard_like()) continue;
+      cuts.push_back({{spec.placement(m)}, {(*kept)[m]}});
+      cuts.back().mesh_dim = static_cast<int64_t>(m);
+    }
   } else {
-    size_t i = 0, j = 0;
-    auto skip_ones = [&] {
-      while (i < from.size() && from[i] == 1) ++i;
-      while (j < to.size() && to[j] == 1) ++j;
-    };
-    for (skip_ones(); i < from.size() && j < to.size(); skip_ones()) {
-      const int64_t divisor = from[i] == to[j] ? 0 : std::gcd(from[i], to[j]);
-      cuts.push_back({{Shard(static_cast<int64_t>(i))}, {Shard(static_cast<int64_t>(j))}, divisor});
-      int64_t a = from[i++], b = to[j++];
-      while (a != b) {
-        if (a < b) {
-          a *= from[i++];
-        } else {
-          b *= to[j++];
-        }
-      }
+    for (const Run& run : runs(from, to)) {
+      const int64_t divisor = from[run.from] == to[run.to] ? 0 : std::gcd(from[run.from], to[run.to]);
+      cuts.push_back(
+          {{Shard(static_cast<int64_t>(run.from))}, {Shard(static_cast<int64_t>(run.to))}, divisor});
     }
   }
   proposal.rows.insert(proposal.rows.begin(), cuts.begin(), cuts.end());
@@ -517,7 +597,9 @@ Table view_rules() {
        {"a range of a dim; if cut, what changes its rank is sent", sliced, {"dim", "start", "end", "step"}}},
       {{"expand"}, {"dims of size 1 repeated, dims added", expanded, {"size"}}},
       {{"view", "_unsafe_view", "_reshape_alias"},
-       {"dims split and joined, cut where even", viewed, {"size"}}},
+       {"dims split and joined; cuts stay where even, strided if not of the first dim joined",
+        viewed,
+        {"size"}}},
       {{"split.Tensor", "unsafe_split.Tensor"},
        {"ranges of a dim; if cut, by slice", split_evenly, {"split_size", "dim"}}},
       {{"split_with_sizes", "unsafe_split_with_sizes"},

@@ -114,7 +114,7 @@ c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, 
     std::vector<Tensor> parts{at::empty({0}, at::kLong)};
     for (const auto& asked : of_rank)
       parts.push_back(indices.narrow(0, asked.first, asked.count) - asked.shard.shard_offsets[0]);
-    rows.push_back(at::cat(parts).to(preferred_device(members)));
+    rows.push_back(at::cat(parts).to(members.device()));
   }
   const auto their_rows = swap(rows, sizes, members);
   requests->wanted.resize(members.size());
@@ -137,7 +137,7 @@ Tensor joined(const std::vector<Tensor>& parts, at::TensorOptions options) {
 }
 
 at::TensorOptions in_transit(at::ScalarType dtype, const Members& members) {
-  return at::TensorOptions(dtype).device(preferred_device(members));
+  return at::TensorOptions(dtype).device(members.device());
 }
 
 /// The rows that this rank needs.

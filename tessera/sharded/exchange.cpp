@@ -86,7 +86,7 @@ std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& 
                              at::ScalarType dtype, const Members& members) {
   const at::NoGradGuard no_grad;
   const auto sent = parts(from, to, true), received = parts(to, from, false);
-  const at::TensorOptions options = at::TensorOptions(dtype).device(preferred_device(members));
+  const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
 
   std::vector<at::Tensor> result;
   for (const size_t i : to.mine)

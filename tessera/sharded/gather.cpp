@@ -34,7 +34,7 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
   }
 
   const at::NoGradGuard no_grad;
-  const at::TensorOptions in_transit = at::TensorOptions(dtype).device(preferred_device(members));
+  const at::TensorOptions in_transit = at::TensorOptions(dtype).device(members.device());
   auto part_of_out = [&](const ShardMetadata& shard) {
     at::Tensor part = out;
     for (const int64_t dim : c10::irange(shard.dim()))

@@ -201,10 +201,7 @@ ShardedTensor init_from_local_shards(std::vector<Shard> local_shards, at::IntArr
                                      const InitOptions& options) {
   log_call("sharded::init_from_local_shards",
            [&] { return c10::str(local_shards.size(), " shards of ", global_size); });
-  const at::DeviceType device = local_shards.empty() || !local_shards[0].tensor.defined()
-                                    ? at::kCPU
-                                    : local_shards[0].tensor.device().type();
-  auto members = std::make_shared<const Members>(options.process_group, device);
+  auto members = std::make_shared<const Members>(options.process_group, at::kCPU);
   members->check_member("init_from_local_shards");
   const bool is_unknown =
       std::any_of(global_size.begin(), global_size.end(), [](int64_t size) { return size == kUnknownSize; });
@@ -235,6 +232,8 @@ ShardedTensor init_from_local_shards(std::vector<Shard> local_shards, at::IntArr
   check_tensor(state.metadata.shards_metadata, state.metadata.size);
   state.spec = infer_sharding_spec(state.metadata.shards_metadata);
   state.local_shards = std::move(local_shards);
+  if (const at::DeviceType device = device_type_of(state.metadata.shards_metadata); device != at::kCPU)
+    members = std::make_shared<const Members>(options.process_group, device);
   state.members = std::move(members);
   state.init_rrefs = options.init_rrefs;
   return make_sharded_tensor(std::move(state));

@@ -61,8 +61,8 @@ void shard_parameter(torch::nn::Module& module, const std::string& name, const S
     sharded = shard_tensor(*parameter, spec, src_rank, process_group);
   }
   TESSERA_CHECK(
-      replace_parameter(module, name, sharded), "shard_parameter: somebody else holds \"", name, "\" of ",
-      module.name(),
+      replace_parameter(module, name, sharded, /*only_if_all=*/true),
+      "shard_parameter: somebody else holds \"", name, "\" of ", module.name(),
       ", and would go on with what it was: make optimisers and lists of parameters afterwards, and give "
       "modules of your own no other handles on their parameters.");
 }

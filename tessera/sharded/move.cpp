@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/irange.h>
 
@@ -41,12 +41,12 @@ ShardedTensor moved(const ShardedTensor& tensor, at::Device device, at::ScalarTy
   TensorProperties& properties = state.metadata.tensor_properties;
   properties.dtype = dtype;
   properties.pin_memory &= device.is_cpu() && !options.copy;
-  properties.requires_grad = false;
+  properties.requires_grad &=
+      at::GradMode::is_enabled() && (at::isFloatingType(dtype) || at::isComplexType(dtype));
   for (const Shard& shard : tensor.local_shards()) {
     ShardMetadata metadata = placed(shard.metadata);
     at::Tensor local = shard.tensor.to(at::TensorOptions(dtype).device(metadata.placement->device()),
                                        options.non_blocking, options.copy, options.memory_format);
-    properties.requires_grad |= local.requires_grad();
     state.local_shards.emplace_back(std::move(local), std::move(metadata));
   }
   for (const Shard& shard : state.local_shards) properties.pin_memory = shard.tensor.is_pinned();

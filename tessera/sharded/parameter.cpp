@@ -65,7 +65,8 @@ torch::nn::Module& submodule(torch::nn::Module& module, const std::string& path)
   TESSERA_CHECK_VALUE(false, module.name(), " has no submodule \"", path, "\"; it has: ", names, ".");
 }
 
-bool replace_parameter(torch::nn::Module& module, const std::string& name, const at::Tensor& tensor) {
+bool replace_parameter(torch::nn::Module& module, const std::string& name, const at::Tensor& tensor,
+                       bool only_if_all) {
   const size_t dot = name.rfind('.');
   torch::nn::Module& owner = submodule(module, dot == std::string::npos ? "" : name.substr(0, dot));
   const std::string own = dot == std::string::npos ? name : name.substr(dot + 1);
@@ -73,11 +74,15 @@ bool replace_parameter(torch::nn::Module& module, const std::string& name, const
   if (!listed) listed = Lists::buffers(owner).find(own);
   TESSERA_CHECK_VALUE(listed, owner.name(), " has no parameter or buffer \"", own, "\".");
   const at::Tensor old = *listed;
-  *listed = tensor;
+  std::vector<at::Tensor*> handles{listed};
   for (at::Tensor* member : members_of(owner)) {
-    if (member->is_same(old)) *member = tensor;
+    if (member->is_same(old)) handles.push_back(member);
   }
-  return old.use_count() == 1;
+  const bool is_all = old.use_count() == handles.size() + 1;
+  if (is_all || !only_if_all) {
+    for (at::Tensor* handle : handles) *handle = tensor;
+  }
+  return is_all;
 }
 
 }  // namespace tessera::sharded

@@ -18,8 +18,8 @@ TESSERA_API torch::nn::Module& submodule(torch::nn::Module& module, const std::s
 
 /// Makes the parameter or buffer of that dotted name another tensor: in the module's list, and in the members
 /// of libtorch's own modules that are handles on it. Returns whether nobody else holds the old tensor, who
-/// would go on with it.
+/// would go on with it; if somebody does, and if `only_if_all`, nothing has changed.
 TESSERA_API bool replace_parameter(torch::nn::Module& module, const std::string& name,
-                                   const at::Tensor& tensor);
+                                   const at::Tensor& tensor, bool only_if_all = false);
 
 }  // namespace tessera::sharded

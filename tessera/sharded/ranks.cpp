@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/irange.h>
 
 namespace tessera::sharded {
@@ -57,6 +58,13 @@ std::optional<int64_t> Members::place_of(int64_t rank) const {
   return found - ranks_.begin();
 }
 
+c10::Device Members::device() const {
+  const auto types = group_->getDeviceTypes();
+  if (types.empty() || std::find(types.begin(), types.end(), c10::Device(c10::kCPU)) != types.end())
+    return c10::kCPU;
+  return c10::impl::getDeviceGuardImpl(types[0].type())->getDevice();
+}
+
 void Members::check_member(const char* what) const {
   TESSERA_CHECK(is_member(), what, ": rank ", rank(), " is not among the ranks ", c10::IntArrayRef(ranks_),
                 " that share this sharded tensor.");
@@ -68,25 +76,29 @@ bool Members::operator==(const Members& other) const {
 
 std::vector<std::string> all_gather_text(const std::string& mine, const Members& members) {
   if (members.size() == 1) return {mine};
-  const at::Tensor size = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong);
-  const at::Tensor sizes = at::empty({members.size()}, at::kLong);
-  comm::all_gather_into(sizes, size, members.group()).wait();
+  const at::TensorOptions numbers = at::TensorOptions(at::kLong).device(members.device());
+  const at::Tensor all_sizes = at::empty({members.size()}, numbers);
+  comm::all_gather_into(all_sizes, at::full({1}, static_cast<int64_t>(mine.size()), numbers), members.group())
+      .wait();
+  const at::Tensor sizes = all_sizes.to(at::kCPU);
   at::Tensor bytes = at::empty({static_cast<int64_t>(mine.size())}, at::kByte);
   if (!mine.empty()) std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
   comm::Tensors parts;
   for (const int64_t i : c10::irange(members.size()))
-    parts.push_back(at::empty({sizes.const_data_ptr<int64_t>()[i]}, at::kByte));
-  comm::all_gather(parts, bytes, members.group()).wait();
+    parts.push_back(at::empty({sizes.const_data_ptr<int64_t>()[i]}, numbers.dtype(at::kByte)));
+  comm::all_gather(parts, bytes.to(members.device()), members.group()).wait();
   std::vector<std::string> result;
-  for (const at::Tensor& part : parts)
-    result.emplace_back(static_cast<const char*>(part.const_data_ptr()), part.numel());
+  for (const at::Tensor& part : parts) {
+    const at::Tensor here = part.to(at::kCPU);
+    result.emplace_back(static_cast<const char*>(here.const_data_ptr()), here.numel());
+  }
   return result;
 }
 
 bool all_agree(bool mine, const Members& members) {
-  const at::Tensor votes = at::full({1}, mine ? 1 : 0, at::kLong);
+  const at::Tensor votes = at::full({1}, mine ? 1 : 0, at::TensorOptions(at::kLong).device(members.device()));
   comm::all_reduce(votes, c10d::ReduceOp::MIN, members.group()).wait();
-  return votes.const_data_ptr<int64_t>()[0] == 1;
+  return votes.item<int64_t>() == 1;
 }
 
 }  // namespace tessera::sharded

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 
 namespace tessera::sharded {
 
@@ -52,6 +52,9 @@ class TESSERA_API Members {
   bool is_member() const { return place_ >= 0; }
   /// The place in the group of a global rank, or nothing.
   std::optional<int64_t> place_of(int64_t rank) const;
+
+  /// Where tensors for collectives of the group must lie.
+  c10::Device device() const;
 
   /// Throws, naming `what`, on ranks that are not among them.
   void check_member(const char* what) const;

@@ -6,7 +6,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorOptions.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace tessera::sharded {
 
@@ -136,16 +135,6 @@ std::vector<ShardMetadata> local_part(const std::vector<ShardMetadata>& shards, 
     if (rank_of(shard.placement, members) == members.rank()) result.push_back(shard);
   }
   return result;
-}
-
-at::Device preferred_device(const Members& members) {
-  for (const at::Device device : members.group()->getDeviceTypes()) {
-    if (device.is_cpu()) return at::kCPU;
-  }
-  for (const at::Device device : members.group()->getDeviceTypes()) {
-    return c10::impl::getDeviceGuardImpl(device.type())->getDevice();
-  }
-  return at::kCPU;
 }
 
 // --- the handle

@@ -65,7 +65,4 @@ TESSERA_API ShardedTensor with_local_tensors(const ShardedTensor& like, std::vec
 /// The shards of `metadata` that are this rank's, in order. Throws if a placement names no member.
 std::vector<ShardMetadata> local_part(const std::vector<ShardMetadata>& shards, const Members& members);
 
-/// Where tensors for collectives of the group must lie.
-at::Device preferred_device(const Members& members);
-
 }  // namespace tessera::sharded

@@ -1,10 +1,9 @@
 #include <tessera/error.h>
 #include <tessera/sharded/bytes.h>
+#include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
 #include <tessera/sharded/parameter.h>
-#include <tessera/sharded/sharded_tensor_impl.h>
 #include <tessera/sharded/state.h>
-#include <tessera/sharded/validate.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -79,36 +78,32 @@ ShardedTensor ShardedTensor::from_bytes(std::string_view bytes) {
   in.check(in.get_text() == kMagic);
   const auto group_rank = in.get<int64_t>(), rank = in.get<int64_t>();
   const auto group_size = in.get<int64_t>(), world_size = in.get<int64_t>();
-  ShardedTensorState state;
-  state.metadata = ShardedTensorMetadata::from_bytes(in.get_text());
-  const std::string_view spec = in.get_text();
-  state.init_rrefs = in.get<int8_t>() != 0;
-  const int64_t count = in.get_count(1);
-  for (int64_t i = 0; i < count; ++i) {
-    ShardMetadata metadata = ShardMetadata::from_bytes(in.get_text());
+  ShardedTensorMetadata metadata = ShardedTensorMetadata::from_bytes(in.get_text());
+  ShardingSpecPtr spec =
+      parse_sharding_spec(in.get_text());  // null if of a class of the user's: then it is inferred
+  const bool init_rrefs = in.get<int8_t>() != 0;
+  std::vector<Shard> local_shards;
+  for (int64_t count = in.get_count(1); count > 0; --count) {
+    ShardMetadata where = ShardMetadata::from_bytes(in.get_text());
     at::Tensor tensor = read_tensor(in);
-    state.local_shards.emplace_back(std::move(tensor), std::move(metadata));
+    local_shards.emplace_back(std::move(tensor), std::move(where));
   }
   in.check(in.done());
-  const auto& shards = state.metadata.shards_metadata;
-  in.check(!shards.empty());
-  const at::DeviceType device = shards[0].placement ? shards[0].placement->device().type() : at::kCPU;
-  state.members = std::make_shared<const Members>(LoadWithProcessGroup::current(), device);
+  metadata.tensor_properties.pin_memory = false;
+  const Ranks ranks = LoadWithProcessGroup::current();
+  const Members members(ranks, at::kCPU);
   auto same = [](const char* what, int64_t saved, int64_t now) {
     TESSERA_CHECK(saved == now, "This ShardedTensor was saved with ", what, " ", saved,
                   ", and is loaded with ", now,
                   ". Load it where it was saved, or save checkpoints that can be loaded on other ranks.");
   };
-  same("group rank", group_rank, state.members->group_rank());
-  same("rank", rank, state.members->rank());
-  same("a group of size", group_size, state.members->size());
-  same("a world of size", world_size, state.members->world()->size());
-  validate_non_overlapping_shards_metadata(shards);
-  check_tensor(shards, state.metadata.size);
-  in.check(local_part(shards, *state.members).size() == state.local_shards.size());
-  state.spec = parse_sharding_spec(spec);
-  if (!state.spec) state.spec = infer_sharding_spec(shards);  // a user's own
-  return make_sharded_tensor(std::move(state));
+  same("group rank", group_rank, members.group_rank());
+  same("rank", rank, members.rank());
+  same("a group of size", group_size, members.size());
+  same("a world of size", world_size, members.world()->size());
+  return init_from_local_shards_and_global_metadata(std::move(local_shards), std::move(metadata),
+                                                    {.process_group = ranks, .init_rrefs = init_rrefs},
+                                                    std::move(spec));
 }
 
 // --- modules

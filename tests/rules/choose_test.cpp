@@ -55,6 +55,24 @@ TEST(Einsum, ContractionsMayBeForbiddenAndTermsAdded) {
   EXPECT_THAT(testing::error_of([] { einsum("mk,kn"); }), ::testing::HasSubstr("->"));
 }
 
+TEST(Einsum, OfEquations) {
+  auto read = [](std::string_view equation, const std::vector<int64_t>& ndims) -> std::string {
+    const auto einsum = from_equation(equation, ndims);
+    if (!einsum) return "nothing";
+    std::string text;
+    for (const Letters& input : einsum->inputs) text += std::string(input.begin(), input.end()) + ' ';
+    return text + "-> " + std::string(einsum->outputs[0].begin(), einsum->outputs[0].end());
+  };
+  EXPECT_EQ(read("ij, jk -> ik", {2, 2}), "ij jk -> ik");
+  EXPECT_EQ(read("kj,ji", {2, 2}), "kj ji -> ik");
+  EXPECT_EQ(read("Ba,a", {2, 1}), "Ba a -> B");
+  EXPECT_EQ(read("...k,nk", {3, 2}), "abk nk -> abn");
+  EXPECT_EQ(read("...i,...i->...", {3, 2}), "abi bi -> ab");
+  EXPECT_EQ(read("i,i->", {1, 1}), "i i -> ");
+  for (const char* wrong : {"ii,ij->j", "ij,jk->ikl", "ij->ij", "ij,j->i", "i1,jk->ij", "ij,jk->ii"})
+    EXPECT_EQ(read(wrong, {2, 2}), "nothing") << wrong;
+}
+
 class Choose : public ::testing::Test {
  protected:
   Decision decide(const std::string& op, const std::string& overload, const std::vector<Spec>& tensors,
@@ -130,6 +148,65 @@ TEST_F(Choose, ViewsNeedEvenCutsOverAllMeshDims) {
   EXPECT_EQ(viewed(6, {S(0), R}), (Placements{S(0), R}));
   EXPECT_EQ(viewed(6, {R, S(0)}), (Placements{R, R}));
   EXPECT_EQ(viewed(4, {S(0), S(0)}), (Placements{S(0), R}));
+}
+
+/// The elements that a rank holds, as numbers in the whole tensor, in the order in which it holds them.
+std::vector<int64_t> elements(c10::IntArrayRef shape, c10::IntArrayRef mesh, const Placements& placements,
+                              c10::IntArrayRef coordinate) {
+  std::vector<int64_t> result{0};
+  const auto pieces = local_pieces(shape, mesh, placements, {}, coordinate);
+  for (size_t dim = 0; dim < shape.size(); ++dim) {
+    std::vector<int64_t> next;
+    for (const int64_t before : result) {
+      for (const Range& piece : pieces[dim]) {
+        for (int64_t i = piece.offset; i < piece.end(); ++i) next.push_back(before * shape[dim] + i);
+      }
+    }
+    result = std::move(next);
+  }
+  return result;
+}
+
+TEST_F(Choose, ViewsKeepWhatRanksHold) {
+  const std::vector<std::vector<int64_t>> shapes{{8, 16}, {16, 8}, {128},   {2, 8, 8}, {8, 1, 4, 4},
+                                                 {4, 32}, {24, 8}, {8, 24}, {192},     {2, 4, 24}};
+  int64_t kept = 0, strided = 0;
+  for (const auto& from : shapes) {
+    Placements choices{R};
+    for (int64_t dim = 0; dim < static_cast<int64_t>(from.size()); ++dim) {
+      for (const Placement& cut : {S(dim), StridedShard(dim, 2), StridedShard(dim, 8)})
+        choices.push_back(cut);
+    }
+    for (const auto& to : shapes) {
+      if (c10::multiply_integers(from) != c10::multiply_integers(to)) continue;
+      for (const Placement& first : choices) {
+        for (const Placement& second : choices) {
+          const Placements placements{first, second};
+          const Spec spec(mesh_, placements, from);
+          const Decision decision = decide("aten::view", "", {spec}, {{}, to});
+          const Placements& moved = decision.inputs[0].placements();
+          const Placements& viewed = decision.outputs[0].placements;
+          kept += moved == placements;
+          strided += viewed[0].is_strided_shard() || viewed[1].is_strided_shard();
+          for (int64_t rank = 0; rank < 8; ++rank) {
+            const std::vector<int64_t> here{rank / 4, rank % 4};
+            ASSERT_EQ(elements(from, {2, 4}, moved, here), elements(to, {2, 4}, viewed, here))
+                << spec << " as " << c10::IntArrayRef(to) << ": " << viewed;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(kept, 1000);
+  EXPECT_GT(strided, 500);
+  auto viewed = [&](const Placements& placements, const std::vector<int64_t>& from,
+                    const std::vector<int64_t>& to) {
+    return decide("aten::view", "", {Spec(mesh_, placements, from)}, {{}, to}).outputs[0].placements;
+  };
+  EXPECT_EQ(viewed({R, S(1)}, {2, 8, 6}, {16, 6}), (Placements{R, StridedShard(0, 2)}));
+  EXPECT_EQ(viewed({R, StridedShard(0, 2)}, {16, 6}, {2, 8, 6}), (Placements{R, S(1)}));
+  EXPECT_EQ(viewed({S(0), S(1)}, {6, 8, 6}, {48, 6}), (Placements{S(0), StridedShard(0, 3)}));
+  EXPECT_EQ(viewed({S(2), R}, {3, 5, 12}, {3, 5, 4, 3}), (Placements{S(2), R}));
 }
 
 TEST_F(Choose, RulesNameWhatTheyRead) {

@@ -129,6 +129,16 @@ TEST_P(Families, Views) {
     check([](const Tensors& x) { return x[0].t().contiguous().view({-1}) * 2; }, {x0});
     check([](const Tensors& x) { return x[0].expand({2, -1, -1}) * 2; }, {x0});
   }
+  check(
+      [](const Tensors& x) {
+        return (x[0].view({-1, 3}) * x[1]).view({2, 4, 8, 3}) * 2;
+      },
+      {numbers({2, 8, 4, 3}), numbers({3})});
+  check(
+      [](const Tensors& x) {
+        return at::addmm(x[1], x[0].view({-1, 4}), x[2]).view({2, 8, 3});
+      },
+      {numbers({2, 8, 4}), numbers({3}), numbers({4, 3})});
   check([](const Tensors& x) { return x[0].as_strided({3, 2}, {4, 2}, 1) * 2; }, {a}, false);
   check([](const Tensors& x) { return x[0].unflatten(0, {2, 3}).movedim(0, 2) * 2; }, {a});
 }
@@ -147,6 +157,12 @@ TEST_P(Families, Factories) {
 }
 
 TEST(FamiliesCommunication, NoneWhereNoneIsNeeded) {
+  expect_no_communication(
+      [](const Tensors& x) {
+        return at::addmm(x[1], x[0].flatten(0, 1), x[2]).unflatten(0, {3, 8});
+      },
+      {numbers({3, 8, 4}), numbers({5}), numbers({4, 5})}, {Shard(1), Replicate(), Replicate()}, Shard(1),
+      true);
   const at::Tensor a = numbers({5, 4}), b = numbers({4, 8}, 1), batch = numbers({5, 3, 4});
   const Placement sum = Partial(), rows = Shard(0), columns = Shard(1), same = Replicate();
   expect_no_communication([](const Tensors& x) { return at::mm(x[0], x[1]); }, {a, b}, {rows, same}, rows,

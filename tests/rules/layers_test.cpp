@@ -96,11 +96,26 @@ TEST_P(Families, Matmul) {
     check(product, {numbers({3, size}), numbers({size}, 1)});
   }
 }
+TEST_P(Families, Einsum) {
+  auto einsum = [](const char* equation) {
+    return [equation](const Tensors& t) { return at::einsum(equation, t); };
+  };
+  for (const int64_t size : {5, 8, 2}) {
+    check(einsum("bhmk,bhnk->bmhn"), {numbers({2, size, 3, 4}), numbers({2, size, 2, 4}, 1)});
+    check(einsum("...k,nk"), {numbers({size, 3, 4}), numbers({2, 4}, 1)});
+    check(einsum("ab,bc,cd->da"), {numbers({size, 2}), numbers({2, 3}, 1), numbers({3, 4}, 2)});
+    check(einsum("ij,kl->k"), {numbers({size, 2}), numbers({3, size}, 1)});
+    check(einsum("ii,ij->j"), {numbers({size, size}), numbers({size, 3}, 1)});
+    check(einsum("ij->j"), {numbers({size, 3})});
+    check(einsum("ij,ij->i"), {numbers({size, 3}), numbers({size, 1})});
+  }
+}
 /// Gradients of gradients, and those of complex numbers.
 TEST(LayersGradients, OfProducts) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
-    for (const bool is_linear : {true, false}) {
+    for (const int way : {0, 1, 2}) {
+      const bool is_linear = way == 0;
       for (const Placements& cut :
            {Placements{Shard(0), Shard(1)}, {Shard(2), Shard(0)}, {Replicate(), Shard(1)}}) {
         for (const at::ScalarType dtype : {at::kDouble, at::kComplexDouble}) {
@@ -115,8 +130,9 @@ TEST(LayersGradients, OfProducts) {
               if (distributed) input = distribute_tensor(input, mesh, placed);
               input.requires_grad_();
             }
-            const at::Tensor y =
-                is_linear ? at::linear(inputs[0], inputs[1]) : at::matmul(inputs[0], inputs[1]);
+            const at::Tensor y = is_linear  ? at::linear(inputs[0], inputs[1])
+                                 : way == 1 ? at::matmul(inputs[0], inputs[1])
+                                            : at::einsum("abk,kn->nab", inputs);
             const auto first = torch::autograd::grad({at::abs(y * y).sum()}, inputs, {}, true, true);
             const auto of = at::abs(first[0] * first[0]).sum() + at::abs(first[1] * first[1]).sum();
             Tensors result = torch::autograd::grad({of}, inputs);
@@ -280,6 +296,9 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
   for (const Placement& cut : {Shard(0), Shard(1)})
     expect_no_communication([](const Tensors& t) { return at::matmul(t[0], t[1].mT()); },
                             {numbers({2, 4, 3, 5}), numbers({2, 4, 6, 5})}, {cut, cut}, cut, true);
+  expect_no_communication([](const Tensors& t) { return at::einsum("bthd,bshd->bhts", t); },
+                          {numbers({2, 5, 4, 3}), numbers({2, 6, 4, 3})}, {Shard(2), Shard(2)}, Shard(1),
+                          true);
   const at::Tensor indices = at::remainder(at::arange(6), 5);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
                           {numbers({5, 4}), indices}, {batch, same}, sum);

@@ -18,16 +18,11 @@ namespace {
 using testing::all_placements;
 using testing::chunks;
 using testing::expect_error;
+using testing::expect_parts;
 using testing::grid_spec;
 using testing::on_ranks;
 using testing::part;
 using testing::whole_tensor;
-
-void expect_parts(const ShardedTensor& tensor, const at::Tensor& whole) {
-  for (const Shard& shard : tensor.local_shards())
-    EXPECT_TRUE(at::equal(shard.tensor.detach(),
-                          part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
-}
 
 TEST(Bridge, ChunksAreShardsWithoutCopying) {
   on_ranks(4, [](int64_t) {

@@ -18,17 +18,12 @@ using testing::chunks;
 using testing::expect_close;
 using testing::expect_error;
 using testing::expect_ok;
+using testing::expect_parts;
 using testing::grid_spec;
 using testing::irregular_spec;
 using testing::part;
 using testing::spawn_ranks;
 using testing::whole_tensor;
-
-void expect_parts(const ShardedTensor& tensor, const at::Tensor& whole) {
-  for (const Shard& shard : tensor.local_shards())
-    EXPECT_TRUE(
-        at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
-}
 
 RANK_BODY(sample) {
   launch(1, [] {

@@ -1,5 +1,7 @@
 #include "tests/sharded/specs.h"
 
+#include <gtest/gtest.h>
+
 namespace tessera::testing {
 
 ChunkShardingSpec chunks(int64_t dim, const std::vector<int64_t>& ranks) {
@@ -55,6 +57,14 @@ at::Tensor part(const at::Tensor& whole, const std::vector<int64_t>& offsets,
   for (size_t dim = 0; dim < offsets.size(); ++dim)
     result = result.narrow(static_cast<int64_t>(dim), offsets[dim], sizes[dim]);
   return result.clone(at::MemoryFormat::Contiguous);
+}
+
+void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& whole) {
+  for (const sharded::Shard& shard : tensor.local_shards()) {
+    const auto& [offsets, sizes] = std::tie(shard.metadata.shard_offsets, shard.metadata.shard_sizes);
+    EXPECT_TRUE(at::equal(shard.tensor.detach(), part(whole, offsets, sizes))) << shard.metadata;
+    EXPECT_TRUE(shard.tensor.is_contiguous()) << shard.metadata;
+  }
 }
 
 void on_ranks(int64_t count, const std::function<void(int64_t rank)>& body) {

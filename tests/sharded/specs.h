@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/comm/run.h>
+#include <tessera/sharded/sharded_tensor.h>
 #include <tessera/sharded/spec.h>
 
 #include <functional>
@@ -32,6 +33,9 @@ at::Tensor whole_tensor(at::IntArrayRef size);
 /// A contiguous copy of a box of it.
 at::Tensor part(const at::Tensor& whole, const std::vector<int64_t>& offsets,
                 const std::vector<int64_t>& sizes);
+
+/// What this rank holds of a tensor is what it should be.
+void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& whole);
 
 /// Ranks that are threads, with one thread in each operator.
 void on_ranks(int64_t count, const std::function<void(int64_t rank)>& body);

@@ -24,6 +24,7 @@ namespace {
 using testing::chunks;
 using testing::error_of;
 using testing::expect_error;
+using testing::expect_parts;
 using testing::grid_spec;
 using testing::irregular_spec;
 using testing::on_ranks;
@@ -516,10 +517,7 @@ TEST(ShardedTensorReshard, AllPairsOfDims) {
             const ShardedTensor cut = tensor.reshard(spec);
             ASSERT_TRUE(cut.sharding_spec() == spec);
             ASSERT_EQ(cut.metadata(), spec.build_metadata(size, {}));
-            for (const Shard& shard : cut.local_shards()) {
-              ASSERT_TRUE(at::equal(shard.tensor,
-                                    part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
-            }
+            expect_parts(cut, whole);
             ASSERT_EQ(tensor.local_shards().size(), 1);  // untouched
             const at::Tensor gathered = cut.gather(3);
             if (rank == 3) ASSERT_TRUE(at::equal(gathered, whole));
@@ -540,16 +538,10 @@ TEST(ShardedTensorReshard, AnyTilingToAnyTiling) {
     for (const auto& spec : specs) {
       tensor = tensor.reshard(spec);
       ASSERT_EQ(tensor.metadata().shards_metadata, spec.shards());
-      for (const Shard& shard : tensor.local_shards()) {
-        ASSERT_TRUE(
-            at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
-        ASSERT_TRUE(shard.tensor.is_contiguous());
-      }
+      expect_parts(tensor, whole);
     }
     const ShardedTensor back = tensor.reshard(chunks(1, {3, 2, 1, 0}));
-    for (const Shard& shard : back.local_shards())
-      ASSERT_TRUE(
-          at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
+    expect_parts(back, whole);
     EXPECT_TRUE(back.reshard(chunks(1, {3, 2, 1, 0})).is_same(back));
   });
 }
@@ -689,6 +681,18 @@ TEST(ShardedTensorMoves, ToDtypesAndDevices) {
       expect_error<c10::Error>([&] { tensor.cuda(); }, {"cuda"});
       expect_error<c10::Error>([&] { tensor.pin_memory(); }, {});
     }
+  });
+}
+
+TEST(ShardedTensorMoves, WorksInInferenceMode) {
+  on_ranks(2, [](int64_t) {
+    const c10::InferenceMode inference;
+    const at::Tensor whole = whole_tensor({4, 3});
+    const ShardedTensor tensor = chunks(0, {0, 1}).shard(whole);
+    expect_parts(tensor.reshard(chunks(1, {1, 0})), whole);
+    expect_parts(ShardedTensor(at::Tensor(tensor).clone()), whole);
+    EXPECT_TRUE(at::equal(tensor, tensor.to({.copy = true})));
+    EXPECT_TRUE(at::equal(at::embedding(tensor, at::arange(4)), whole));
   });
 }
 

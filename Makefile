@@ -72,6 +72,7 @@ audit: build
 bench: build
 	@$(BUILD)/bench/bench_placement
 	@$(BUILD)/bench/bench_random
+	@$(BUILD)/bench/bench_sharded
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \

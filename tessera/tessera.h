@@ -5,6 +5,7 @@
 #include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/environment.h>
+#include <tessera/comm/rpc.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
 #include <tessera/debug/comm_debug_mode.h>
@@ -28,5 +29,16 @@
 #include <tessera/random/random.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/sharded/bridge.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/log.h>
+#include <tessera/sharded/module.h>
+#include <tessera/sharded/ops.h>
+#include <tessera/sharded/optimizer.h>
+#include <tessera/sharded/registry.h>
+#include <tessera/sharded/shard_tensor.h>
+#include <tessera/sharded/sharded_tensor.h>
+#include <tessera/sharded/state.h>
+#include <tessera/sharded/validate.h>
 
 #include <torch/types.h>

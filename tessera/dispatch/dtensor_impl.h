@@ -14,9 +14,9 @@ namespace tessera {
 
 /// What is done around the operators that use a tensor as their weight; see tessera/nn/hooks.h.
 struct WeightHooks;
-/// Tensors with such hooks have this key, which is above autograd and autocast. libtorch reserves it for
-/// other libraries.
-inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::DeferredInit;
+/// Tensors with such hooks have this key, which is above autograd, autocast and the composition of operators.
+/// libtorch itself uses just two there for nothing: this one, and DeferredInit, which sharded tensors have.
+inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 /// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.
 /// Operators on it reach our kernel by the dispatch key PrivateUse3; autograd stands above, as on any

@@ -50,13 +50,6 @@ constexpr DtypeName kDtypeNames[] = {
     {ScalarType::Bits16, "b16x1"},
 };
 
-std::optional<ScalarType> parse_dtype(std::string_view text) {
-  for (int i = 0; i < static_cast<int>(ScalarType::Undefined); ++i) {
-    if (to_text(static_cast<ScalarType>(i)) == text) return static_cast<ScalarType>(i);
-  }
-  return std::nullopt;
-}
-
 bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 
 template <typename Values, typename Print>
@@ -349,6 +342,13 @@ std::string_view to_text(ScalarType dtype) {
     if (row.dtype == dtype) return row.name;
   }
   return c10::toString(dtype);
+}
+
+std::optional<ScalarType> parse_dtype(std::string_view text) {
+  for (int i = 0; i < static_cast<int>(ScalarType::Undefined); ++i) {
+    if (to_text(static_cast<ScalarType>(i)) == text) return static_cast<ScalarType>(i);
+  }
+  return std::nullopt;
 }
 
 Placement parse_placement(std::string_view text) {

@@ -47,6 +47,8 @@ TESSERA_API std::string to_text(const Layout& layout);
 
 /// "f32", "bf16", "i64", "b8", ... as PyTorch abbreviates; its full name for a dtype without abbreviation.
 TESSERA_API std::string_view to_text(c10::ScalarType dtype);
+/// Nothing if no dtype has that text.
+TESSERA_API std::optional<c10::ScalarType> parse_dtype(std::string_view text);
 
 TESSERA_API Placement parse_placement(std::string_view text);
 TESSERA_API Placements parse_placements(std::string_view text);

@@ -1,0 +1,163 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/sharded/exchange.h>
+#include <tessera/sharded/remote.h>
+#include <tessera/sharded/sharded_tensor_impl.h>
+#include <tessera/sharded/validate.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace tessera::sharded {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+/// A tiling, and who holds what.
+struct Tiling {
+  std::vector<ShardMetadata> shards;
+  std::vector<int64_t> places;  // in the group
+  std::vector<size_t> mine;
+
+  Tiling(const std::vector<ShardMetadata>& all, const Members& members) : shards(all) {
+    for (const size_t i : c10::irange(shards.size())) {
+      places.push_back(*members.place_of(rank_of(shards[i].placement, members)));
+      if (places.back() == members.group_rank()) mine.push_back(i);
+    }
+  }
+};
+
+/// What a box of one tiling shares with one of the other, and with whom it is exchanged.
+struct Part {
+  int64_t peer;
+  size_t from, to;  // positions in the tilings
+  Intersection box;
+};
+
+/// What this rank's boxes of one tiling share with all boxes of the other: in the same order on both ends.
+std::vector<Part> parts(const Tiling& mine, const Tiling& all, bool sends) {
+  std::vector<Box> boxes;
+  for (const size_t i : mine.mine) boxes.push_back(box_of(mine.shards[i]));
+  std::vector<Part> result;
+  const std::vector<Box> others = boxes_of(all.shards);
+  for_each_overlap(boxes, others, [&](size_t i, size_t j) {
+    const size_t here = mine.mine[i];
+    result.push_back({all.places[j], sends ? here : j, sends ? j : here, *intersect(boxes[i], others[j])});
+    return false;
+  });
+  std::sort(result.begin(), result.end(), [](const Part& a, const Part& b) {
+    return std::tie(a.peer, a.from, a.to) < std::tie(b.peer, b.from, b.to);
+  });
+  return result;
+}
+
+/// The part of the tensor of a shard that lies in a box.
+at::Tensor view(at::Tensor tensor, const ShardMetadata& shard, const Intersection& box) {
+  for (const int64_t dim : c10::irange(shard.dim())) {
+    tensor = tensor.narrow(dim, box.offsets[dim] - shard.shard_offsets[dim], box.sizes[dim]);
+  }
+  return tensor;
+}
+
+at::Tensor of(const std::vector<at::Tensor>& tensors, const Tiling& tiling, size_t index) {
+  const auto found = std::lower_bound(tiling.mine.begin(), tiling.mine.end(), index);
+  return tensors[found - tiling.mine.begin()];
+}
+
+/// One flat buffer for each peer, as large as what is exchanged with it.
+comm::Tensors buffers(const std::vector<Part>& parts, const Members& members, at::TensorOptions options) {
+  std::vector<int64_t> sizes(members.size(), 0);
+  for (const Part& part : parts) {
+    if (part.peer != members.group_rank()) sizes[part.peer] += c10::multiply_integers(part.box.sizes);
+  }
+  comm::Tensors result;
+  for (const int64_t size : sizes) result.push_back(at::empty({size}, options));
+  return result;
+}
+
+std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& held, const Tiling& to,
+                             at::ScalarType dtype, const Members& members) {
+  const at::NoGradGuard no_grad;
+  const auto sent = parts(from, to, true), received = parts(to, from, false);
+  const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
+
+  std::vector<at::Tensor> result;
+  for (const size_t i : to.mine)
+    result.push_back(at::empty(to.shards[i].shard_sizes, options.device(to.shards[i].placement->device())));
+
+  comm::Tensors inputs = buffers(sent, members, options), outputs = buffers(received, members, options);
+  std::vector<int64_t> filled(members.size(), 0);
+  auto next = [&](const comm::Tensors& from_buffers, const Part& part) {
+    const int64_t size = c10::multiply_integers(part.box.sizes);
+    at::Tensor piece = from_buffers[part.peer].narrow(0, filled[part.peer], size).view(part.box.sizes);
+    filled[part.peer] += size;
+    return piece;
+  };
+  for (const Part& part : sent) {
+    const at::Tensor source = view(of(held, from, part.from), from.shards[part.from], part.box);
+    if (part.peer == members.group_rank()) {
+      view(of(result, to, part.to), to.shards[part.to], part.box).copy_(source);
+    } else {
+      next(inputs, part).copy_(source);
+    }
+  }
+  comm::all_to_all(outputs, inputs, members.group()).wait();
+  std::fill(filled.begin(), filled.end(), 0);
+  for (const Part& part : received) {
+    if (part.peer == members.group_rank()) continue;
+    view(of(result, to, part.to), to.shards[part.to], part.box).copy_(next(outputs, part));
+  }
+  return result;
+}
+
+struct Memory : torch::CustomClassHolder {
+  Memory(Tiling source, Tiling target, at::ScalarType type, MembersPtr who)
+      : from(std::move(source)), to(std::move(target)), dtype(type), members(std::move(who)) {}
+  Tiling from, to;
+  at::ScalarType dtype;
+  MembersPtr members;
+};
+
+/// `anchor` requires a gradient, so that also ranks that hold nothing before take part in backward.
+struct Exchange : torch::autograd::Function<Exchange> {
+  static variable_list forward(AutogradContext* context, at::TensorList held, const Variable& /*anchor*/,
+                               c10::intrusive_ptr<Memory> memory) {
+    auto result = move(memory->from, held.vec(), memory->to, memory->dtype, *memory->members);
+    context->saved_data["memory"] = c10::IValue::make_capsule(std::move(memory));
+    return result;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto memory = context->saved_data["memory"].toCapsule();
+    const Memory& known = *static_cast<Memory*>(memory.get());
+    for (const size_t i : c10::irange(gradients.size())) {
+      const ShardMetadata& shard = known.to.shards[known.to.mine[i]];
+      if (!gradients[i].defined())
+        gradients[i] =
+            at::zeros(shard.shard_sizes, at::TensorOptions(known.dtype).device(shard.placement->device()));
+    }
+    variable_list result = move(known.to, gradients, known.from, known.dtype, *known.members);
+    result.resize(result.size() + 2);
+    return result;
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
+                                 const std::vector<ShardMetadata>& to, at::ScalarType dtype,
+                                 const MembersPtr& members, bool differentiable) {
+  Tiling source(from, *members), target(to, *members);
+  if (!differentiable) return move(source, held, target, dtype, *members);
+  const at::Tensor anchor = at::zeros({0}, at::TensorOptions(dtype)).requires_grad_();
+  return Exchange::apply(at::TensorList(held), anchor,
+                         c10::make_intrusive<Memory>(std::move(source), std::move(target), dtype, members));
+}
+
+}  // namespace tessera::sharded

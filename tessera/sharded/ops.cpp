@@ -1,0 +1,278 @@
+#include <tessera/error.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/ops.h>
+#include <tessera/sharded/registry.h>
+#include <tessera/sharded/sharded_tensor_impl.h>
+
+#include <cmath>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/equal.h>
+#include <c10/util/irange.h>
+
+/// The built-in operators but the lookups (embedding.cpp).
+namespace tessera::sharded {
+
+namespace {
+
+using at::Tensor;
+using Format = std::optional<at::MemoryFormat>;
+
+template <class Function>
+std::vector<Tensor> of_local(const ShardedTensor& tensor, const Function& function) {
+  std::vector<Tensor> result;
+  for (const Shard& shard : tensor.local_shards()) result.push_back(function(shard.tensor));
+  return result;
+}
+
+/// The same tiling with what `function` gives for each local shard.
+template <class Function>
+Tensor mapped(const ShardedTensor& tensor, bool requires_grad, const Function& function) {
+  TensorProperties properties = tensor.metadata().tensor_properties;
+  properties.requires_grad &= requires_grad;
+  properties.pin_memory = false;
+  return with_local_tensors(tensor, of_local(tensor, function), properties);
+}
+
+/// In place.
+template <class Function>
+Tensor written(const Tensor& tensor, const Function& function) {
+  for (const Shard& shard : ShardedTensor(tensor).local_shards()) function(shard.tensor);
+  return tensor;
+}
+
+template <class Compare>
+bool compared(const char* name, const Tensor& self, const Tensor& other, const Compare& compare) {
+  TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(other), name,
+                ": both arguments must be sharded tensors; one is a plain one.");
+  const ShardedTensor a(self), b(other);
+  if (!a.process_group().is_member()) return true;  // has nothing to compare
+  bool same = a.metadata() == b.metadata() && a.local_shards().size() == b.local_shards().size();
+  for (size_t i = 0; same && i < a.local_shards().size(); ++i) {
+    same = a.local_shards()[i].metadata == b.local_shards()[i].metadata &&
+           compare(a.local_shards()[i].tensor, b.local_shards()[i].tensor);
+  }
+  return all_agree(same, a.process_group());
+}
+
+Tensor moved(const Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Device> device,
+             bool non_blocking, bool copy, Format format) {
+  ShardedTensor::ToOptions options;
+  options.dtype = dtype;
+  options.device = device;
+  options.non_blocking = non_blocking;
+  options.copy = copy;
+  options.memory_format = format.value_or(at::MemoryFormat::Preserve);
+  return ShardedTensor(self).to(options);
+}
+
+void check_layout(const char* name, std::optional<at::Layout> layout) {
+  TESSERA_CHECK(!layout || *layout == at::kStrided, name,
+                ": sharded tensors are strided, and cannot be made ", *layout, ".");
+}
+
+/// Like `self`, but for what is given, and new.
+template <class Fill>
+Tensor like(const char* name, const Tensor& self, std::optional<at::ScalarType> dtype,
+            std::optional<at::Layout> layout, std::optional<at::Device> device,
+            std::optional<bool> pin_memory, Format format, const Fill& fill) {
+  const ShardedTensor tensor(self);
+  check_layout(name, layout);
+  TESSERA_CHECK(!device || device->type() == tensor.device().type(), name, ": a tensor like one on ",
+                tensor.device(), " cannot be made on ", *device, "; move it there afterwards.");
+  TESSERA_CHECK(!format || *format == at::MemoryFormat::Preserve || *format == at::MemoryFormat::Contiguous,
+                name, ": only the memory formats contiguous and preserve are supported, not ", *format, ".");
+  const at::NoGradGuard no_grad;
+  TensorProperties properties = tensor.metadata().tensor_properties;
+  properties.dtype = dtype.value_or(properties.dtype);
+  properties.requires_grad = false;
+  properties.pin_memory = pin_memory.value_or(false);
+  return with_local_tensors(
+      tensor,
+      of_local(tensor,
+               [&](const Tensor& local) {
+                 Tensor result =
+                     at::empty(local.sizes(),
+                               local.options().dtype(properties.dtype).pinned_memory(properties.pin_memory));
+                 fill(result);
+                 return result;
+               }),
+      properties);
+}
+
+using Dtype = std::optional<at::ScalarType>;
+using Layout = std::optional<at::Layout>;
+using Device = std::optional<at::Device>;
+using Flag = std::optional<bool>;
+using Generator = std::optional<at::Generator>;
+
+const bool registered = [] {
+  // --- comparing: the same answer on all ranks
+  sharded_op_impl("aten::equal", [](const Tensor& self, const Tensor& other) {
+    return compared("equal", self, other, [](const Tensor& a, const Tensor& b) { return at::equal(a, b); });
+  });
+  sharded_op_impl("aten::allclose",
+                  [](const Tensor& self, const Tensor& other, double rtol, double atol, bool equal_nan) {
+                    return compared("allclose", self, other, [&](const Tensor& a, const Tensor& b) {
+                      return at::allclose(a, b, rtol, atol, equal_nan);
+                    });
+                  });
+
+  // --- copying
+  sharded_op_impl("aten::clone", [](const Tensor& self, Format format) {
+    TESSERA_CHECK(
+        !format || *format == at::MemoryFormat::Preserve || *format == at::MemoryFormat::Contiguous,
+        "clone: only the memory formats contiguous and preserve are supported on sharded tensors, not ",
+        *format, ".");
+    return mapped(ShardedTensor(self), at::GradMode::is_enabled(),
+                  [](const Tensor& local) { return local.clone(); });
+  });
+  sharded_op_impl("aten::detach", [](const Tensor& self) {
+    return mapped(ShardedTensor(self), false, [](const Tensor& local) { return local.detach(); });
+  });
+  sharded_op_impl("aten::contiguous", [](const Tensor& self, at::MemoryFormat format) {
+    TESSERA_CHECK(format == at::MemoryFormat::Contiguous,
+                  "contiguous: sharded tensors have the contiguous memory format, not ", format, ".");
+    return self;
+  });
+  sharded_op_impl("aten::copy_", [](const Tensor& self, const Tensor& src, bool non_blocking) {
+    TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(src),
+                  "copy_: both arguments must be sharded tensors; one is a plain one.");
+    const ShardedTensor to(self), from(src);
+    TESSERA_CHECK(to.metadata().shards_metadata == from.metadata().shards_metadata,
+                  "copy_: the tensors are cut differently: ", to.sharding_spec(), " and ",
+                  from.sharding_spec(), "; reshard the source first.");
+    for (const size_t i : c10::irange(to.local_shards().size()))
+      to.local_shards()[i].tensor.copy_(from.local_shards()[i].tensor, non_blocking);
+    return self;
+  });
+
+  // --- moving and casting
+  sharded_op_impl("aten::type_as", [](const Tensor& self, const Tensor& other) {
+    return moved(self, other.scalar_type(), std::nullopt, false, false, std::nullopt);
+  });
+  sharded_op_impl("aten::to.dtype",
+                  [](const Tensor& self, at::ScalarType dtype, bool non_blocking, bool copy, Format format) {
+                    return moved(self, dtype, std::nullopt, non_blocking, copy, format);
+                  });
+  sharded_op_impl("aten::to.device", [](const Tensor& self, at::Device device, at::ScalarType dtype,
+                                        bool non_blocking, bool copy, Format format) {
+    return moved(self, dtype, device, non_blocking, copy, format);
+  });
+  sharded_op_impl("aten::to.other",
+                  [](const Tensor& self, const Tensor& other, bool non_blocking, bool copy, Format format) {
+                    TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self),
+                                  "to: a plain tensor cannot be made like a sharded one; use shard_tensor.");
+                    return moved(self, other.scalar_type(), other.device(), non_blocking, copy, format);
+                  });
+  sharded_op_impl("aten::to.dtype_layout",
+                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag /*pin_memory*/,
+                     bool non_blocking, bool copy, Format format) {
+                    check_layout("to", layout);
+                    return moved(self, dtype, device, non_blocking, copy, format);
+                  });
+  sharded_op_impl("aten::_to_copy", [](const Tensor& self, Dtype dtype, Layout layout, Device device,
+                                       Flag /*pin_memory*/, bool non_blocking, Format format) {
+    check_layout("_to_copy", layout);
+    return moved(self, dtype, device, non_blocking, true, format);
+  });
+  sharded_op_impl("aten::is_pinned",
+                  [](const Tensor& self, Device /*device*/) { return ShardedTensor(self).is_pinned(); });
+  sharded_op_impl("aten::pin_memory", [](const Tensor& self, Device /*device*/) -> Tensor {
+    return ShardedTensor(self).pin_memory();
+  });
+  // Lets torch::nn::Module::to replace the data of parameters.
+  sharded_op_impl("aten::_has_compatible_shallow_copy_type", [](const Tensor& self, const Tensor& from) {
+    return ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(from);
+  });
+
+  // --- new ones like another
+  sharded_op_impl("aten::empty_like",
+                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag pin, Format format) {
+                    return like("empty_like", self, dtype, layout, device, pin, format, [](const Tensor&) {});
+                  });
+  sharded_op_impl("aten::zeros_like", [](const Tensor& self, Dtype dtype, Layout layout, Device device,
+                                         Flag pin, Format format) {
+    return like("zeros_like", self, dtype, layout, device, pin, format, [](const Tensor& x) { x.zero_(); });
+  });
+  sharded_op_impl("aten::ones_like", [](const Tensor& self, Dtype dtype, Layout layout, Device device,
+                                        Flag pin, Format format) {
+    return like("ones_like", self, dtype, layout, device, pin, format, [](const Tensor& x) { x.fill_(1); });
+  });
+  sharded_op_impl("aten::full_like", [](const Tensor& self, const at::Scalar& value, Dtype dtype,
+                                        Layout layout, Device device, Flag pin, Format format) {
+    return like("full_like", self, dtype, layout, device, pin, format,
+                [&](const Tensor& x) { x.fill_(value); });
+  });
+  sharded_op_impl("aten::rand_like",
+                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag pin, Format format) {
+                    return like("rand_like", self, dtype, layout, device, pin, format,
+                                [](const Tensor& x) { x.uniform_(0, 1); });
+                  });
+  sharded_op_impl("aten::randn_like",
+                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag pin, Format format) {
+                    return like("randn_like", self, dtype, layout, device, pin, format,
+                                [](const Tensor& x) { x.normal_(0, 1); });
+                  });
+
+  // --- filling
+  sharded_op_impl("aten::fill_.Scalar", [](const Tensor& self, const at::Scalar& value) {
+    return written(self, [&](const Tensor& local) { local.fill_(value); });
+  });
+  sharded_op_impl("aten::zero_", [](const Tensor& self) {
+    return written(self, [](const Tensor& local) { local.zero_(); });
+  });
+  sharded_op_impl("aten::uniform_", [](const Tensor& self, double from, double to, Generator generator) {
+    return written(self, [&](const Tensor& local) { local.uniform_(from, to, generator); });
+  });
+  sharded_op_impl("aten::normal_", [](const Tensor& self, double mean, double std, Generator generator) {
+    return written(self, [&](const Tensor& local) { local.normal_(mean, std, generator); });
+  });
+  return true;
+}();
+
+}  // namespace
+
+ShardedTensor deepcopy(const ShardedTensor& tensor) {
+  const bool requires_grad = tensor.requires_grad();
+  const ShardedTensor copy(mapped(tensor, false, [](const Tensor& local) { return local.detach().clone(); }));
+  return copy.requires_grad_(requires_grad);
+}
+
+namespace init {
+
+ShardedTensor uniform_(ShardedTensor tensor, double a, double b, Generator generator) {
+  const at::NoGradGuard no_grad;
+  static_cast<const Tensor&>(tensor).uniform_(a, b, std::move(generator));
+  return tensor;
+}
+
+ShardedTensor normal_(ShardedTensor tensor, double mean, double std, Generator generator) {
+  const at::NoGradGuard no_grad;
+  static_cast<const Tensor&>(tensor).normal_(mean, std, std::move(generator));
+  return tensor;
+}
+
+ShardedTensor kaiming_uniform_(ShardedTensor tensor, double a, FanMode mode, Generator generator) {
+  TESSERA_CHECK_VALUE(tensor.dim() >= 2,
+                      "kaiming_uniform_: fans are those of a tensor of at least 2 dims, not of ",
+                      tensor.sizes(), ".");
+  int64_t field = 1;
+  for (int64_t dim = 2; dim < tensor.dim(); ++dim) field *= tensor.size(dim);
+  const int64_t fan = tensor.size(mode == FanMode::fan_in ? 1 : 0) * field;
+  if (fan == 0) return tensor;
+  const double gain = std::sqrt(2 / (1 + a * a));
+  const double bound = std::sqrt(3.0) * gain / std::sqrt(static_cast<double>(fan));
+  return uniform_(std::move(tensor), -bound, bound, std::move(generator));
+}
+
+ShardedTensor constant_(ShardedTensor tensor, const at::Scalar& value) {
+  const at::NoGradGuard no_grad;
+  static_cast<const Tensor&>(tensor).fill_(value);
+  return tensor;
+}
+
+}  // namespace init
+
+}  // namespace tessera::sharded

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <tessera/comm/rpc.h>
+#include <tessera/export.h>
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+/// Tensors that other ranks may read without their owner's doing: by RPC from other processes, directly from
+/// other threads of this one.
+namespace tessera::sharded {
+
+/// Makes tensors of this rank readable to others, who have to be told its id, as long as it lives.
+class TESSERA_API Published {
+ public:
+  explicit Published(std::vector<at::Tensor> tensors);
+  ~Published();
+  Published(const Published&) = delete;
+  Published& operator=(const Published&) = delete;
+
+  /// No other of this process has or had it.
+  int64_t id() const { return id_; }
+
+ private:
+  int64_t id_;
+};
+
+/// One of the tensors that a rank has published.
+struct TESSERA_API PublishedTensor {
+  /// The rank in its world, and whether it is a thread of this process.
+  int64_t owner = 0;
+  bool is_here = false;
+  int64_t id = 0;
+  int64_t index = 0;
+
+  /// A copy of what it holds now, in CPU memory, without autograd's history. Throws if its owner does not
+  /// publish it any more, has died, or does not answer in time (by default within the timeout of `init_rpc`).
+  at::Tensor fetch(std::optional<std::chrono::milliseconds> timeout = {}) const;
+
+  /// A reference to the tensor itself, which its owner then keeps even if it does not publish it any more.
+  /// Between processes only.
+  rpc::RRef rref() const;
+};
+
+}  // namespace tessera::sharded

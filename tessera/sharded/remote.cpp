@@ -1,0 +1,98 @@
+#include <tessera/comm/rpc.h>
+#include <tessera/error.h>
+#include <tessera/sharded/bytes.h>
+#include <tessera/sharded/ranks.h>
+#include <tessera/sharded/remote.h>
+
+#include <c10/util/irange.h>
+#include <torch/csrc/distributed/rpc/rref_impl.h>
+
+namespace tessera::sharded {
+
+namespace {
+
+/// What a rank tells the others: under which id it has published which shards, or why it cannot.
+struct Offer {
+  std::string error;
+  int64_t id = 0;
+  std::vector<ShardMetadata> shards;
+};
+
+std::string to_bytes(const Offer& offer) {
+  ByteWriter out;
+  out.put(std::string_view(offer.error));
+  out.put(offer.id);
+  out.put(static_cast<int64_t>(offer.shards.size()));
+  for (const ShardMetadata& shard : offer.shards) out.put(std::string_view(shard.to_bytes()));
+  return out.take();
+}
+
+Offer from_bytes(std::string_view bytes) {
+  ByteReader in(bytes, "offer of shards");
+  Offer offer;
+  offer.error = in.get_text();
+  offer.id = in.get<int64_t>();
+  const int64_t count = in.get_count(sizeof(int64_t));
+  for (int64_t i = 0; i < count; ++i) offer.shards.push_back(ShardMetadata::from_bytes(in.get_text()));
+  return offer;
+}
+
+}  // namespace
+
+Shard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) const {
+  Shard shard;  // not checked: its placement is where it came from
+  shard.tensor = tensor_.fetch(timeout);
+  shard.metadata = metadata_;
+  return shard;
+}
+
+rpc::RRef RemoteShard::rref() const { return tensor_.rref(); }
+
+SharedShards share_shards(const std::vector<Shard>& local_shards, const Members& members) {
+  SharedShards result;
+  if (!members.is_member()) return result;
+  const bool is_threads = members.world()->is_threads();
+  std::vector<at::Tensor> tensors;
+  Offer mine;
+  for (const Shard& shard : local_shards) {
+    tensors.push_back(shard.tensor);
+    mine.shards.push_back(shard.metadata);
+  }
+  result.mine = std::make_shared<const Published>(std::move(tensors));
+  mine.id = result.mine->id();
+  if (!is_threads) mine.error = rpc::why_not(*members.world());
+
+  const auto offers = all_gather_text(to_bytes(mine), members);
+  for (const int64_t place : c10::irange(members.size())) {
+    const int64_t rank = members.ranks()[place];
+    const Offer offer = from_bytes(offers[place]);
+    TESSERA_CHECK(offer.error.empty(), "init_rrefs: the ranks are processes, but on rank ", rank, " ",
+                  offer.error, ".");
+    if (rank == members.rank()) continue;
+    for (const size_t i : c10::irange(offer.shards.size())) {
+      const PublishedTensor tensor{rank, is_threads, offer.id, static_cast<int64_t>(i)};
+      result.others[rank].emplace_back(tensor, offer.shards[i]);
+    }
+  }
+  return result;
+}
+
+int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members) {
+  TESSERA_CHECK_VALUE(placement, "A shard needs a placement, such as \"rank:0/cpu\".");
+  std::optional<int64_t> rank = placement->rank();
+  if (const auto& worker = placement->worker_name()) {
+    TESSERA_CHECK(rpc::is_initialized(), "The placement ", *placement,
+                  " names a worker; RPC has to be initialized to know it. Or name a rank: \"rank:0/cpu\".");
+    rank = rpc::worker_rank(*worker);
+    TESSERA_CHECK_VALUE(rank, "The placement ", *placement, ": there is no worker \"", *worker, "\".");
+  }
+  TESSERA_CHECK_VALUE(rank, "The placement ", *placement,
+                      " names a device, but not whose: expected a rank, as in \"rank:0/", placement->device(),
+                      "\".");
+  TESSERA_CHECK_VALUE(members.place_of(*rank), "The placement ", *placement, ": rank ", *rank,
+                      " is not among the ranks ", c10::IntArrayRef(members.ranks()),
+                      " of the process group.");
+  return *rank;
+}
+
+}  // namespace tessera::sharded

@@ -1,0 +1,198 @@
+#include <tessera/error.h>
+#include <tessera/sharded/bytes.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/log.h>
+#include <tessera/sharded/parameter.h>
+#include <tessera/sharded/state.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/nn/module.h>
+
+namespace tessera::sharded {
+
+namespace {
+
+constexpr std::string_view kMagic = "tessera sharded tensor 1", kDictMagic = "tessera state dict 1";
+
+thread_local const Ranks* load_ranks = nullptr;
+
+void write_tensor(ByteWriter& out, const at::Tensor& given) {
+  const at::Tensor tensor = given.detach().to(at::kCPU).contiguous();
+  out.put(static_cast<int8_t>(given.scalar_type()));
+  out.put_list(given.sizes());
+  out.put(given.device().str());
+  out.put(static_cast<int8_t>(given.requires_grad()));
+  out.put(std::string_view(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()));
+}
+
+at::Tensor read_tensor(ByteReader& in) {
+  const auto dtype = in.get<int8_t>();
+  in.check(dtype >= 0 && dtype < static_cast<int8_t>(at::ScalarType::Undefined));
+  const std::vector<int64_t> size = in.get_list();
+  const at::Device device{std::string(in.get_text())};
+  const bool requires_grad = in.get<int8_t>() != 0;
+  const std::string_view data = in.get_text();
+  size_t expected = c10::elementSize(static_cast<at::ScalarType>(dtype));
+  for (const int64_t each : size) in.check(each >= 0 && !__builtin_mul_overflow(expected, each, &expected));
+  in.check(expected == data.size());
+  const at::Tensor tensor = at::empty(size, static_cast<at::ScalarType>(dtype));
+  if (!data.empty()) std::memcpy(tensor.mutable_data_ptr(), data.data(), data.size());
+  return tensor.to(device).requires_grad_(requires_grad);
+}
+
+}  // namespace
+
+LoadWithProcessGroup::LoadWithProcessGroup(Ranks process_group) : ranks_(std::move(process_group)) {
+  TESSERA_CHECK(!load_ranks, "LoadWithProcessGroup: there is one already on this thread.");
+  load_ranks = &ranks_;
+}
+
+LoadWithProcessGroup::~LoadWithProcessGroup() { load_ranks = nullptr; }
+
+Ranks LoadWithProcessGroup::current() { return load_ranks ? *load_ranks : Ranks(); }
+
+std::string ShardedTensor::to_bytes() const {
+  log_call("ShardedTensor::to_bytes", [&] { return metadata().str(); });
+  const Members& members = process_group();
+  ByteWriter out;
+  out.put(kMagic);
+  out.put(members.group_rank());
+  out.put(members.rank());
+  out.put(members.size());
+  out.put(members.world()->size());
+  out.put(metadata().to_bytes());
+  out.put(sharding_spec().str());
+  out.put(static_cast<int8_t>(init_rrefs()));
+  out.put(static_cast<int64_t>(local_shards().size()));
+  for (const Shard& shard : local_shards()) {
+    out.put(shard.metadata.to_bytes());
+    write_tensor(out, shard.tensor);
+  }
+  return out.take();
+}
+
+ShardedTensor ShardedTensor::from_bytes(std::string_view bytes) {
+  log_call("ShardedTensor::from_bytes", [&] { return c10::str(bytes.size(), " bytes"); });
+  ByteReader in(bytes, "ShardedTensor");
+  in.check(in.get_text() == kMagic);
+  const auto group_rank = in.get<int64_t>(), rank = in.get<int64_t>();
+  const auto group_size = in.get<int64_t>(), world_size = in.get<int64_t>();
+  ShardedTensorMetadata metadata = ShardedTensorMetadata::from_bytes(in.get_text());
+  ShardingSpecPtr spec =
+      parse_sharding_spec(in.get_text());  // null if of a class of the user's: then it is inferred
+  const bool init_rrefs = in.get<int8_t>() != 0;
+  std::vector<Shard> local_shards;
+  for (int64_t count = in.get_count(1); count > 0; --count) {
+    ShardMetadata where = ShardMetadata::from_bytes(in.get_text());
+    at::Tensor tensor = read_tensor(in);
+    local_shards.emplace_back(std::move(tensor), std::move(where));
+  }
+  in.check(in.done());
+  metadata.tensor_properties.pin_memory = false;
+  const Ranks ranks = LoadWithProcessGroup::current();
+  const Members members(ranks, at::kCPU);
+  auto same = [](const char* what, int64_t saved, int64_t now) {
+    TESSERA_CHECK(saved == now, "This ShardedTensor was saved with ", what, " ", saved,
+                  ", and is loaded with ", now,
+                  ". Load it where it was saved, or save checkpoints that can be loaded on other ranks.");
+  };
+  same("group rank", group_rank, members.group_rank());
+  same("rank", rank, members.rank());
+  same("a group of size", group_size, members.size());
+  same("a world of size", world_size, members.world()->size());
+  return init_from_local_shards_and_global_metadata(std::move(local_shards), std::move(metadata),
+                                                    {.process_group = ranks, .init_rrefs = init_rrefs},
+                                                    std::move(spec));
+}
+
+// --- modules
+
+StateDict state_dict(const torch::nn::Module& module, const std::string& prefix) {
+  StateDict result;
+  const auto parameters = module.named_parameters(), buffers = module.named_buffers();
+  for (const auto* tensors : {&parameters, &buffers}) {
+    for (const auto& item : *tensors) {
+      const bool sharded = ShardedTensor::is_sharded_tensor(item.value());
+      result[prefix + item.key()] = sharded ? item.value() : item.value().detach();
+    }
+  }
+  return result;
+}
+
+void state_dict_hook(const torch::nn::Module& module, StateDict& destination, const std::string& prefix) {
+  for (auto& [name, tensor] : state_dict(module, prefix)) {
+    if (ShardedTensor::is_sharded_tensor(tensor)) destination[name] = tensor;
+  }
+}
+
+void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state, const std::string& prefix) {
+  for (const auto& [name, old] : state_dict(module, prefix)) {
+    const auto found = state.find(name);
+    if (found == state.end() || !ShardedTensor::is_sharded_tensor(found->second)) continue;
+    TESSERA_CHECK_VALUE(found->second.sizes() == old.sizes(), "load_state_dict: \"", name, "\" has size ",
+                        old.sizes(), " in the module, but ", found->second.sizes(), " in what is loaded.");
+    if (!found->second.is_same(old)) replace_parameter(module, name.substr(prefix.size()), found->second);
+  }
+}
+
+void load_state_dict(torch::nn::Module& module, const StateDict& state, bool strict,
+                     const std::string& prefix) {
+  log_call("sharded::load_state_dict", [&] { return c10::str(state.size(), " tensors"); });
+  const StateDict mine = state_dict(module, prefix);
+  std::string missing, unexpected;
+  auto list = [](std::string& names, const std::string& name) {
+    names += (names.empty() ? "" : ", ") + name;
+  };
+  for (const auto& [name, tensor] : mine) {
+    if (!state.contains(name)) list(missing, name);
+  }
+  for (const auto& [name, tensor] : state) {
+    if (name.starts_with(prefix) && !mine.contains(name)) list(unexpected, name);
+  }
+  TESSERA_CHECK(!strict || (missing.empty() && unexpected.empty()),
+                "load_state_dict: ", missing.empty() ? "" : "missing: " + missing + ". ",
+                unexpected.empty() ? "" : "not in the module: " + unexpected + ".");
+  for (const auto& [name, tensor] : mine) {
+    const auto found = state.find(name);
+    if (found == state.end() || ShardedTensor::is_sharded_tensor(found->second)) continue;
+    TESSERA_CHECK_VALUE(!ShardedTensor::is_sharded_tensor(tensor), "load_state_dict: \"", name,
+                        "\" is sharded in the module, but not in what is loaded.");
+    TESSERA_CHECK_VALUE(found->second.sizes() == tensor.sizes(), "load_state_dict: \"", name, "\" has size ",
+                        tensor.sizes(), " in the module, but ", found->second.sizes(), " in what is loaded.");
+  }
+  pre_load_state_dict_hook(module, state, prefix);
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : mine) {
+    const auto found = state.find(name);
+    if (found != state.end() && !ShardedTensor::is_sharded_tensor(found->second)) tensor.copy_(found->second);
+  }
+}
+
+std::string to_bytes(const StateDict& state) {
+  ByteWriter out;
+  out.put(kDictMagic);
+  out.put(static_cast<int64_t>(state.size()));
+  for (const auto& [name, tensor] : state) {
+    const bool sharded = ShardedTensor::is_sharded_tensor(tensor);
+    out.put(name);
+    out.put(static_cast<int8_t>(sharded));
+    sharded ? out.put(ShardedTensor(tensor).to_bytes()) : write_tensor(out, tensor);
+  }
+  return out.take();
+}
+
+StateDict from_bytes(std::string_view bytes) {
+  ByteReader in(bytes, "state dict");
+  in.check(in.get_text() == kDictMagic);
+  StateDict result;
+  for (int64_t count = in.get_count(1); count > 0; --count) {
+    std::string name(in.get_text());
+    result[std::move(name)] =
+        in.get<int8_t>() != 0 ? ShardedTensor::from_bytes(in.get_text()) : read_tensor(in);
+  }
+  in.check(in.done());
+  return result;
+}
+
+}  // namespace tessera::sharded

@@ -1,0 +1,74 @@
+#include <tessera/error.h>
+#include <tessera/sharded/validate.h>
+
+#include <algorithm>
+#include <optional>
+
+#include <c10/util/irange.h>
+
+namespace tessera::sharded {
+
+namespace {
+
+/// Sizes of tensors that exist fit 64 bits; of those that are only spoken of they may not.
+using Volume = long double;
+
+Volume volume_of(c10::IntArrayRef sizes) {
+  Volume volume = 1;
+  for (const int64_t size : sizes) volume *= static_cast<Volume>(size);
+  return volume;
+}
+
+}  // namespace
+
+std::vector<Box> boxes_of(const std::vector<ShardMetadata>& shards) {
+  std::vector<Box> boxes;
+  boxes.reserve(shards.size());
+  for (const ShardMetadata& shard : shards) boxes.push_back(box_of(shard));
+  return boxes;
+}
+
+void validate_non_overlapping_shards_metadata(const std::vector<ShardMetadata>& shards) {
+  for (const ShardMetadata& shard : shards) {
+    TESSERA_CHECK_VALUE(shard.dim() == shards[0].dim(),
+                        "Shards of one tensor have the same number of dims, but ", shards[0], " has ",
+                        shards[0].dim(), " and ", shard, " has ", shard.dim(), ".");
+  }
+  const std::vector<Box> boxes = boxes_of(shards);
+  std::optional<std::pair<size_t, size_t>> found;
+  for_each_overlap(boxes, boxes, [&](size_t i, size_t j) {
+    if (i != j) found = std::minmax(i, j);
+    return i != j;
+  });
+  if (!found) return;
+  const auto [first, second] = *found;
+  const auto shared = intersect(boxes[first], boxes[second]);
+  TESSERA_CHECK_VALUE(false, "Shards ", first, " (", shards[first], ") and ", second, " (", shards[second],
+                      ") overlap: both hold element ", c10::IntArrayRef(shared->offsets), ".");
+}
+
+void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef size) {
+  TESSERA_CHECK_VALUE(!shards.empty(), "A tensor of size ", size, " has no shards.");
+  Volume held = 0;
+  for (const size_t i : c10::irange(shards.size())) {
+    const ShardMetadata& shard = shards[i];
+    TESSERA_CHECK_VALUE(shard.dim() == static_cast<int64_t>(size.size()), "Shard ", i, " (", shard, ") has ",
+                        shard.dim(), " dims, but the tensor, of size ", size, ", has ", size.size(), ".");
+    const Volume volume = volume_of(shard.shard_sizes);
+    held += volume;
+    for (size_t dim = 0; dim < size.size() && volume > 0; ++dim) {
+      TESSERA_CHECK_VALUE(shard.shard_offsets[dim] + shard.shard_sizes[dim] <= size[dim], "Shard ", i, " (",
+                          shard, ") reaches beyond a tensor of size ", size, ": in dim ", dim, " it ends at ",
+                          shard.shard_offsets[dim] + shard.shard_sizes[dim], ".");
+    }
+  }
+  const Volume whole = volume_of(size);
+  if (held == whole) return;
+  const auto gap = held < whole ? find_gap(boxes_of(shards), size) : std::nullopt;
+  TESSERA_CHECK_VALUE(!gap, "The shards are not all of a tensor of size ", size, ": they hold ", held,
+                      " of its ", whole, " elements, and none holds element ", c10::IntArrayRef(*gap), ".");
+  TESSERA_CHECK_VALUE(false, "The shards hold ", held, " elements, but a tensor of size ", size, " has ",
+                      whole, ": some of them overlap.");
+}
+
+}  // namespace tessera::sharded

@@ -1,0 +1,123 @@
+// Sharded tensors as distributed ones, and back.
+
+#include <tessera/comm/collectives.h>
+#include <tessera/sharded/bridge.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/shard_tensor.h>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tests/sharded/specs.h"
+#include "tests/support/compare.h"
+#include "tests/support/errors.h"
+
+namespace tessera::sharded {
+namespace {
+
+using testing::all_placements;
+using testing::chunks;
+using testing::expect_error;
+using testing::expect_parts;
+using testing::grid_spec;
+using testing::on_ranks;
+using testing::part;
+using testing::whole_tensor;
+
+TEST(Bridge, ChunksAreShardsWithoutCopying) {
+  on_ranks(4, [](int64_t) {
+    for (const std::vector<int64_t>& size : {std::vector<int64_t>{8, 4}, {10, 3}, {2, 5}}) {
+      for (const int64_t dim : {0, 1, -1}) {
+        for (const auto& order : {std::vector<int64_t>{0, 1, 2, 3}, {2, 0, 3, 1}}) {
+          const at::Tensor whole = whole_tensor(size);
+          const ShardedTensor tensor = shard_tensor(whole, chunks(dim, order));
+          const DTensor distributed = to_dtensor(tensor);
+          EXPECT_EQ(distributed.placements(), Placements{tessera::Shard(dim < 0 ? 1 : dim)});
+          EXPECT_EQ(distributed.device_mesh().ranks(), order);
+          EXPECT_EQ(distributed.to_local().const_data_ptr(), tensor.local_tensor().const_data_ptr());
+          EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+          const ShardedTensor back = from_dtensor(distributed);
+          EXPECT_EQ(back.local_tensor().const_data_ptr(), tensor.local_tensor().const_data_ptr());
+          EXPECT_EQ(back.metadata(), tensor.metadata());
+        }
+      }
+    }
+  });
+}
+
+TEST(Bridge, GridsAreTwoShardsWithoutCopying) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor whole = whole_tensor({6, 4});
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const EnumerableShardingSpec grid({{{0, 0}, {3, 2}, "rank:0/cpu"},
+                                       {{0, 2}, {3, 2}, "rank:1/cpu"},
+                                       {{3, 0}, {3, 2}, "rank:2/cpu"},
+                                       {{3, 2}, {3, 2}, "rank:3/cpu"}});
+    const ShardedTensor tensor = shard_tensor(whole, grid);
+    const DTensor distributed = to_dtensor(tensor, mesh, {tessera::Shard(0), tessera::Shard(1)});
+    EXPECT_EQ(distributed.to_local().const_data_ptr(), tensor.local_tensor().const_data_ptr());
+    EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+  });
+}
+
+TEST(Bridge, OtherTilingsAreCutFirst) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor whole = whole_tensor({7, 5});
+    const ShardedTensor tensor = shard_tensor(whole, grid_spec({7, 5}, 3));
+    EXPECT_TRUE(at::equal(to_dtensor(tensor).full_tensor(), whole));
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DTensor distributed = to_dtensor(tensor, mesh, {tessera::Shard(1), tessera::Shard(1)});
+    EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+  });
+}
+
+TEST(Bridge, EveryPlacementThatIsNotPartial) {
+  on_ranks(4, [](int64_t) {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    for (const std::vector<int64_t>& size : {std::vector<int64_t>{4, 6}, {5, 3}, {1, 2}, {0, 3}}) {
+      const at::Tensor whole = whole_tensor(size);
+      for (const Placements& placements : all_placements(2, 2, /*partial=*/false)) {
+        const ShardedTensor tensor = from_dtensor(distribute_tensor(whole, mesh, placements));
+        expect_parts(tensor, whole);
+        const at::Tensor gathered = tensor.gather(0);
+        if (gathered.defined()) EXPECT_TRUE(at::equal(gathered, whole));
+      }
+      const ShardedTensor strided =
+          from_dtensor(distribute_tensor(whole, mesh, {StridedShard(0, 2), tessera::Shard(0)}));
+      expect_parts(strided, whole);
+    }
+  });
+}
+
+TEST(Bridge, GradientsFlow) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor whole = whole_tensor({6, 5});
+    const ShardedTensor tensor = shard_tensor(whole.clone().requires_grad_(), chunks(0, {0, 1, 2, 3}));
+    (to_dtensor(tensor) * 3).sum().backward();
+    EXPECT_TRUE((tensor.local_tensor().grad() == 3).all().item<bool>());
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor leaf = distribute_tensor(whole, mesh, {tessera::Shard(0)}).requires_grad_();
+    const ShardedTensor sharded = from_dtensor(leaf);
+    EXPECT_TRUE(sharded.requires_grad());
+    (sharded.local_tensor() * 2).sum().backward();
+    EXPECT_TRUE((DTensor(leaf.grad()).full_tensor() == 2).all().item<bool>());
+  });
+}
+
+TEST(Bridge, Errors) {
+  on_ranks(2, [](int64_t) {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const ShardedTensor tensor = zeros(chunks(0, {0, 1}), {4, 2});
+    expect_error<c10::ValueError>([&] { to_dtensor(tensor, mesh, {Replicate()}); },
+                                  {"replicated", "redistribute"});
+    expect_error<c10::ValueError>([&] { to_dtensor(tensor, mesh, {Partial()}); }, {"partial"});
+    const DTensor partial = DTensor::from_local(at::ones({2}), mesh, {Partial()});
+    expect_error<c10::ValueError>([&] { from_dtensor(partial); }, {"reduced"});
+    const ShardedTensor alone = zeros(chunks(0, {0}), {4}, {.process_group = {0}});
+    expect_error<c10::ValueError>([&] { to_dtensor(alone, mesh, {tessera::Shard(0)}); },
+                                  {"ranks [0]", "[0, 1]"});
+  });
+}
+
+}  // namespace
+}  // namespace tessera::sharded

@@ -1,0 +1,73 @@
+// Sharded tensors on ranks that are processes, over gloo: a sample of what the other tests do with threads.
+
+#include <tessera/comm/run.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/shard_tensor.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include "tests/sharded/specs.h"
+#include "tests/support/compare.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::sharded {
+namespace {
+
+using testing::chunks;
+using testing::expect_close;
+using testing::expect_error;
+using testing::expect_ok;
+using testing::expect_parts;
+using testing::grid_spec;
+using testing::irregular_spec;
+using testing::part;
+using testing::spawn_ranks;
+using testing::whole_tensor;
+
+RANK_BODY(sample) {
+  launch(1, [] {
+    at::set_num_threads(1);
+    const int64_t rank = get_rank();
+    // Cut, gathered and cut again, in dtypes that gloo knows and does not know.
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat}) {
+      const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
+      const ShardedTensor tensor = shard_tensor(whole, chunks(0, {2, 0, 1, 3}), 1);
+      expect_parts(tensor, whole);
+      const ShardedTensor cut = tensor.reshard(irregular_spec());
+      expect_parts(cut, whole);
+      expect_parts(cut.reshard(chunks(1, {0, 1})), whole);
+      const at::Tensor gathered = cut.gather(3);
+      if (rank == 3) EXPECT_TRUE(at::equal(gathered, whole));
+      EXPECT_TRUE(at::equal(tensor, shard_tensor(whole, chunks(0, {2, 0, 1, 3}))));
+    }
+    // What does not fit on one rank is an error on every one.
+    expect_error<c10::ValueError>(
+        [&] {
+          init_from_local_shards(
+              {Shard::from_tensor_and_offsets(at::ones({2, rank == 1 ? 3 : 4}), {2 * rank, 0}, rank)},
+              {8, 4});
+        },
+        {"none holds element [2, 3]"});
+    // Lookups and their gradients.
+    const at::Tensor table = whole_tensor({9, 4}) / 10;
+    const ShardedTensor weight = shard_tensor(table.clone().requires_grad_(), grid_spec({9, 4}, 4));
+    const at::Tensor indices = at::remainder(at::arange(5) * (rank + 1), 9);
+    const at::Tensor rows = at::embedding(weight, indices);
+    expect_close(rows.detach(), at::embedding(table, indices), "rows");
+    rows.sum().backward();
+    at::Tensor counts = at::zeros({9});
+    for (int64_t each = 0; each < 4; ++each)
+      counts += at::bincount(at::remainder(at::arange(5) * (each + 1), 9), {}, 9);
+    for (const Shard& shard : weight.local_shards())
+      expect_close(
+          shard.tensor.grad(),
+          part(counts.unsqueeze(1).expand({9, 4}), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+          "gradient");
+  });
+}
+
+TEST(ShardedProcesses, Sample) { expect_ok(spawn_ranks("sample", 4)); }
+
+}  // namespace
+}  // namespace tessera::sharded

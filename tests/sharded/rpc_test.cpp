@@ -1,0 +1,226 @@
+// Shards of other ranks, read without their doing: over RPC between processes, directly between threads.
+
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/rpc.h>
+#include <tessera/comm/run.h>
+#include <tessera/sharded/init.h>
+#include <tessera/sharded/shard_tensor.h>
+
+#include <signal.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/rpc/rref_impl.h>
+
+#include "tests/sharded/specs.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::sharded {
+namespace {
+
+using testing::chunks;
+using testing::expect_error;
+using testing::expect_ok;
+using testing::part;
+using testing::spawn_ranks;
+using testing::whole_tensor;
+using namespace std::chrono_literals;
+
+void barrier() { comm::barrier(current_world()->group()).wait(); }
+
+/// The same tensor as its parts on three ranks; each part is a tensor of its own.
+ShardedTensor cut(const at::Tensor& whole, const ShardingSpec& spec, const Ranks& ranks = {}) {
+  std::vector<Shard> mine;
+  const auto metadata = spec.build_metadata(whole.sizes(), TensorProperties::of(whole));
+  for (const ShardMetadata& shard : metadata.shards_metadata) {
+    const auto rank = shard.placement->rank() ? shard.placement->rank()
+                                              : rpc::worker_rank(shard.placement->worker_name().value());
+    if (rank == get_rank()) mine.emplace_back(part(whole, shard.shard_offsets, shard.shard_sizes), shard);
+  }
+  return init_from_local_shards_and_global_metadata(mine, metadata, {ranks, /*init_rrefs=*/true});
+}
+
+/// Each shard is with its owner, and what `to_here` gives is its part of the whole. Gives their number.
+/// Collective over all ranks, so that none lets its tensor go too early.
+int64_t expect_remote_parts(const ShardedTensor& tensor, const at::Tensor& whole) {
+  int64_t count = 0;
+  EXPECT_FALSE(tensor.remote_shards().contains(get_rank()));
+  for (const auto& [owner, shards] : tensor.remote_shards()) {
+    for (const RemoteShard& shard : shards) {
+      EXPECT_EQ(shard.owner(), owner);
+      const Shard here = shard.to_here();
+      EXPECT_EQ(here.metadata, shard.metadata());
+      const at::Tensor expected = part(whole, here.metadata.shard_offsets, here.metadata.shard_sizes);
+      EXPECT_TRUE(here.tensor.equal(expected)) << here.metadata << "\n" << here.tensor;
+      EXPECT_EQ(here.tensor.scalar_type(), whole.scalar_type());
+      EXPECT_FALSE(here.tensor.requires_grad());
+      ++count;
+    }
+  }
+  barrier();  // all have read
+  return count;
+}
+
+/// What holds on any three ranks.
+void on_three_ranks() {
+  const int64_t rank = get_rank();
+  // Several shards on rank 1, an empty one at the end.
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexDouble}) {
+    const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
+    const ShardedTensor tensor = cut(whole, chunks(0, {1, 0, 1, 2, 1}));
+    EXPECT_EQ(expect_remote_parts(tensor, whole), rank == 1 ? 2 : 4);
+  }
+  // Nothing on rank 1: it reads the others', and is in nobody's list.
+  const at::Tensor whole = whole_tensor({4, 6});
+  const ShardedTensor two = cut(whole, chunks(1, {2, 0}));
+  EXPECT_EQ(expect_remote_parts(two, whole), rank == 1 ? 2 : 1);
+  EXPECT_FALSE(two.remote_shards().contains(1));
+
+  // Some of the ranks only.
+  const ShardedTensor apart = cut(whole, chunks(1, {2, 0}), Ranks{2, 0});
+  EXPECT_EQ(expect_remote_parts(apart, whole), rank == 1 ? 0 : 1);
+
+  // Other orders of local shards than the metadata's.
+  const auto spec = chunks(0, {0, 0, 1, 2});
+  const auto metadata = spec.build_metadata({4, 6}, TensorProperties());
+  std::vector<Shard> mine;
+  for (auto shard = metadata.shards_metadata.rbegin(); shard != metadata.shards_metadata.rend(); ++shard) {
+    if (shard->placement->rank() == rank)
+      mine.emplace_back(part(whole, shard->shard_offsets, shard->shard_sizes), *shard);
+  }
+  expect_remote_parts(init_from_local_shards_and_global_metadata(mine, metadata, {{}, true}), whole);
+
+  // It is a copy, of what is there at the time.
+  const ShardedTensor changing = cut(at::zeros({3, 2}), chunks(0, {0, 1, 2}));
+  const int64_t next = (rank + 1) % 3;
+  const RemoteShard& other = changing.remote_shards().at(next).at(0);
+  other.to_here().tensor.fill_(-1);
+  barrier();
+  EXPECT_TRUE(changing.local_tensor().equal(at::zeros({1, 2})));
+  changing.local_tensor().fill_(rank);
+  barrier();
+  EXPECT_TRUE(other.to_here().tensor.equal(at::full({1, 2}, static_cast<float>(next))));
+
+  // What is made of it has remote shards too; its gradient, which is not collective, has none.
+  const ShardedTensor again = cut(whole, chunks(0, {0, 1, 2})).reshard(chunks(1, {2, 1, 0}));
+  EXPECT_EQ(expect_remote_parts(again, whole), 2);
+  const ShardedTensor learning = cut(whole.detach().clone(), chunks(0, {0, 1, 2})).requires_grad_();
+  learning.local_tensor().sum().backward();
+  expect_remote_parts(learning, whole);
+  if (rank == 0) expect_error<c10::Error>([&] { learning.grad().remote_shards(); }, {"init_rrefs"});
+
+  // When it goes away it cannot be read any more, but until then by any who hold it.
+  ShardedTensor gone = cut(whole, chunks(0, {0, 1, 2}));
+  const RemoteShard handle = gone.remote_shards().at(next).at(0);
+  ShardedTensor alias = gone.detach();
+  gone = {};
+  barrier();
+  EXPECT_EQ(expect_remote_parts(alias, whole), 2);
+  barrier();
+  alias = {};
+  barrier();
+  expect_error<c10::Error>([&] { handle.to_here(); },
+                           {c10::str("Cannot read shard 0 of rank ", next), "The tensor is gone"});
+  barrier();
+}
+
+TEST(RemoteShards, BetweenThreads) {
+  run(3, [] {
+    rpc::init_rpc();
+    on_three_ranks();
+    const ShardedTensor tensor = cut(whole_tensor({3, 2}), chunks(0, {0, 1, 2}));
+    const RemoteShard& shard = tensor.remote_shards().at((get_rank() + 1) % 3).at(0);
+    expect_error<c10::Error>([&] { shard.rref(); }, {"is a thread of this process", "to_here"});
+    barrier();
+    rpc::shutdown();
+  });
+}
+
+RANK_BODY(remote_shards) {
+  launch(1, [] {
+    at::set_num_threads(1);
+    const int64_t rank = get_rank();
+    const at::Tensor whole = whole_tensor({6, 4});
+    expect_error<c10::Error>(
+        [&] {
+          cut(whole, chunks(0, {0, 1, 2}));
+        },
+        {"init_rrefs", "on rank 0 RPC is not initialized", "init_rpc"});
+    rpc::init_rpc();
+    on_three_ranks();
+    {
+      // Workers by their names, and libtorch's own references to their shards.
+      const ShardedTensor named =
+          cut(whole, ChunkShardingSpec(0, {"worker2/cpu", "worker0/cpu", "rank:1/cpu"}));
+      EXPECT_EQ(expect_remote_parts(named, whole), 2);
+      for (const auto& [owner, shards] : named.remote_shards()) {
+        const rpc::RRef rref = shards.at(0).rref();
+        EXPECT_EQ(rref->owner(), owner);
+        EXPECT_TRUE(rref->toHere().toTensor().equal(shards.at(0).to_here().tensor));
+      }
+      expect_error<c10::ValueError>([&] { cut(whole, ChunkShardingSpec(0, {"nobody/cpu"})); },
+                                    {"no worker \"nobody\""});
+      barrier();
+    }
+    {
+      // An RRef keeps what it refers to.
+      ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+      const RemoteShard shard = tensor.remote_shards().at((rank + 1) % 3).at(0);
+      const rpc::RRef rref = shard.rref();
+      const at::Tensor before = rref->toHere().toTensor();
+      barrier();
+      tensor = {};
+      barrier();
+      expect_error<c10::Error>([&] { shard.to_here(); }, {"The tensor is gone"});
+      EXPECT_TRUE(rref->toHere().toTensor().equal(before));
+      barrier();
+    }
+    rpc::shutdown();
+
+    // If one rank has no RPC, all learn of it.
+    rpc::init_rpc();
+    const ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+    EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
+    barrier();
+    if (rank == 1) rpc::shutdown(/*graceful=*/false);
+    expect_error<c10::Error>([&] { cut(whole, chunks(0, {0, 1, 2})); }, {"on rank 1 RPC is not initialized"});
+    rpc::shutdown(/*graceful=*/false);
+  });
+}
+
+TEST(RemoteShards, BetweenProcesses) { expect_ok(spawn_ranks("remote_shards", 3)); }
+
+RANK_BODY(remote_killed) {
+  launch(1, [] {
+    rpc::Options options;
+    options.timeout = 20s;
+    rpc::init_rpc(options);
+    const at::Tensor whole = whole_tensor({6, 4});
+    const ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+    EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
+    barrier();
+    if (get_rank() == 2) raise(SIGKILL);
+    bool is_dead = false;
+    while (!is_dead) {  // the kill may take a moment
+      try {
+        tensor.remote_shards().at(2).at(0).to_here(5s);
+      } catch (const c10::Error& error) {
+        EXPECT_THAT(error.what(), ::testing::HasSubstr("Cannot read shard 0 of rank 2"));
+        is_dead = true;
+      }
+    }
+    // The others still have theirs.
+    const int64_t other = 1 - get_rank();
+    EXPECT_TRUE(tensor.remote_shards().at(other).at(0).to_here().tensor.equal(whole.narrow(0, 2 * other, 2)));
+    expect_error<c10::Error>([] { rpc::shutdown(true, 3s); }, {"for ranks [2] to shut down"});
+  });
+}
+
+TEST(RemoteShards, OfAKilledProcessAreAnError) {
+  const auto results = spawn_ranks("remote_killed", 3);
+  EXPECT_EQ(results[2].signal, SIGKILL);
+  for (const int rank : {0, 1}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
+}  // namespace
+}  // namespace tessera::sharded

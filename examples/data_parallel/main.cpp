@@ -16,12 +16,17 @@ int main() {
     torch::nn::Sequential model(torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 3).padding(1)),
                                 torch::nn::ReLU(), torch::nn::Flatten(), torch::nn::Linear(8 * 8 * 8, 4));
     replicate(*model, mesh);
+    random::manual_seed(0);  // numbers on a mesh: the same however many ranks there are
+    for (const auto& layer : model->modules()) {
+      if (auto* conv = layer->as<torch::nn::Conv2d>()) conv->reset_parameters();
+      if (auto* linear = layer->as<torch::nn::Linear>()) linear->reset_parameters();
+    }
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
 
     // Each rank makes its own images: of class c, those with a bright quarter c.
     auto pass = [&] {
-      const at::Tensor classes = torch::randint(4, {16});
-      at::Tensor images = torch::randn({16, 1, 8, 8}) * 0.5;
+      const at::Tensor classes = torch::randint(4, {16}, random::torch_generator());
+      at::Tensor images = torch::randn({16, 1, 8, 8}, random::torch_generator()) * 0.5;
       for (int i = 0; i < 16; ++i) {
         const auto c = classes[i].item<int64_t>();
         images[i].slice(1, c / 2 * 4, c / 2 * 4 + 4).slice(2, c % 2 * 4, c % 2 * 4 + 4).add_(1);

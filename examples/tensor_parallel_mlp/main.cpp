@@ -25,10 +25,13 @@ int main() {
     auto mesh = init_device_mesh(at::kCPU, {4});
     Mlp model;
     parallelize_module(*model, mesh, {{"up", ColwiseParallel()}, {"down", RowwiseParallel()}});
+    random::manual_seed(0);  // numbers on a mesh: the same however many ranks there are
+    model->up->reset_parameters();
+    model->down->reset_parameters();
     torch::optim::SGD optimizer(model->parameters(), 0.05);
 
-    const at::Tensor x = distribute_tensor(torch::randn({32, 64}), mesh, {Replicate()});
-    const at::Tensor y = distribute_tensor(torch::randn({32, 8}), mesh, {Replicate()});
+    const at::Tensor x = randn({32, 64}, mesh, {Replicate()});
+    const at::Tensor y = randn({32, 8}, mesh, {Replicate()});
     double first = 0, last = 0;
     CommDebugMode counts;
     for (int step = 0; step < 50; ++step) {

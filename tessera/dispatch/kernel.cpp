@@ -270,7 +270,7 @@ class OperatorCall {
     const at::AutoDispatchBelowADInplaceOrView below;
     if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
       return run_functional();
-    if (kernel_.is_composite_ && !resolved_.rule) [[unlikely]]
+    if (kernel_.is_composite_) [[unlikely]]
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     collect();
     if (!with_dims_.empty()) [[unlikely]]

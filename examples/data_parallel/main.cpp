@@ -31,9 +31,9 @@ int main() {
         const auto c = classes[i].item<int64_t>();
         images[i].slice(1, c / 2 * 4, c / 2 * 4 + 4).slice(2, c % 2 * 4, c % 2 * 4 + 4).add_(1);
       }
-      const at::Tensor loss =
-          torch::nn::functional::cross_entropy(model->forward(DTensor::from_local(images, mesh, {Shard(0)})),
-                                               DTensor::from_local(classes, mesh, {Shard(0)}));
+      const at::Tensor batch = DTensor::from_local(images, mesh, {Shard(0)});
+      const at::Tensor targets = DTensor::from_local(classes, mesh, {Shard(0)});
+      const at::Tensor loss = torch::nn::functional::cross_entropy(model->forward(batch), targets);
       loss.backward();
       return loss.item<double>();  // over all 64 images
     };

@@ -31,9 +31,44 @@ std::string parent_of(const std::string& name) {
   return dot == std::string::npos ? "" : name.substr(0, dot);
 }
 
+std::string own_name(const std::string& name) {
+  const size_t dot = name.rfind('.');
+  return dot == std::string::npos ? name : name.substr(dot + 1);
+}
+
 /// Whether a module is another one or below it.
 bool is_within(const std::string& path, const std::string& root) {
   return path == root || path.starts_with(root + ".");
+}
+
+/// Shards the parameter of that dotted name, for all modules below `root` that have it.
+void shard_below(torch::nn::Module& root, const std::string& name, const ShardingSpec& spec, int64_t src_rank,
+                 const Ranks& process_group) {
+  log_call("sharded::shard_parameter", [&] { return c10::str(name, " ", spec); });
+  const torch::nn::Module& module = submodule(root, parent_of(name));
+  const std::string own = own_name(name);
+  ShardedTensor sharded;
+  {
+    const auto parameters = module.named_parameters(/*recurse=*/false);
+    const at::Tensor* parameter = parameters.find(own);
+    std::string names;
+    for (const auto& item : parameters) names += (names.empty() ? "" : ", ") + item.key();
+    TESSERA_CHECK_VALUE(parameter, "shard_parameter: ", module.name(), " has no parameter \"", own,
+                        "\"; it has: ", names, ".");
+    TESSERA_CHECK_VALUE(parameter->defined(), "shard_parameter: \"", own, "\" of ", module.name(),
+                        " is undefined.");
+    TESSERA_CHECK_VALUE(!ShardedTensor::is_sharded_tensor(*parameter), "shard_parameter: \"", own, "\" of ",
+                        module.name(), " is sharded already; use reshard.");
+    TESSERA_CHECK_VALUE(parameter->is_contiguous(), "shard_parameter: \"", own, "\" of ", module.name(),
+                        " is not contiguous; call contiguous() on it.");
+    sharded = shard_tensor(*parameter, spec, src_rank, process_group);
+  }
+  TESSERA_CHECK(
+      replace_parameter(root, name, sharded, /*only_if_all=*/true), "shard_parameter: somebody else holds \"",
+      own, "\" of ", module.name(),
+      ", and would go on with what it was: a member of a class of yours (tell of it with "
+      "tessera::register_members<M>(&M::member)), or an optimiser or a list of parameters (make them "
+      "afterwards).");
 }
 
 }  // namespace
@@ -43,28 +78,7 @@ ShardingPlanner::~ShardingPlanner() = default;
 
 void shard_parameter(torch::nn::Module& module, const std::string& name, const ShardingSpec& spec,
                      int64_t src_rank, const Ranks& process_group) {
-  log_call("sharded::shard_parameter", [&] { return c10::str(name, " ", spec); });
-  ShardedTensor sharded;
-  {
-    const auto parameters = module.named_parameters(/*recurse=*/false);
-    const at::Tensor* parameter = parameters.find(name);
-    std::string names;
-    for (const auto& item : parameters) names += (names.empty() ? "" : ", ") + item.key();
-    TESSERA_CHECK_VALUE(parameter, "shard_parameter: ", module.name(), " has no parameter \"", name,
-                        "\"; it has: ", names, ".");
-    TESSERA_CHECK_VALUE(parameter->defined(), "shard_parameter: \"", name, "\" of ", module.name(),
-                        " is undefined.");
-    TESSERA_CHECK_VALUE(!ShardedTensor::is_sharded_tensor(*parameter), "shard_parameter: \"", name, "\" of ",
-                        module.name(), " is sharded already; use reshard.");
-    TESSERA_CHECK_VALUE(parameter->is_contiguous(), "shard_parameter: \"", name, "\" of ", module.name(),
-                        " is not contiguous; call contiguous() on it.");
-    sharded = shard_tensor(*parameter, spec, src_rank, process_group);
-  }
-  TESSERA_CHECK(
-      replace_parameter(module, name, sharded, /*only_if_all=*/true),
-      "shard_parameter: somebody else holds \"", name, "\" of ", module.name(),
-      ", and would go on with what it was: make optimisers and lists of parameters afterwards, and give "
-      "modules of your own no other handles on their parameters.");
+  shard_below(module, name, spec, src_rank, process_group);
 }
 
 void reshard_output(torch::nn::Module& module, const ShardingSpec& spec) {
@@ -125,11 +139,11 @@ void shard_module(torch::nn::Module& module, const ShardingPlan& plan, int64_t s
   for (const std::string& name : plan.return_local_tensor) submodule(module, name);
 
   for (const auto& [name, entry] : plan.plan) {
-    torch::nn::Module& parent = submodule(module, parent_of(name));
-    const std::string own = name.substr(parent_of(name).empty() ? 0 : parent_of(name).size() + 1);
     if (const auto* spec = std::get_if<ShardingSpecPtr>(&entry)) {
-      shard_parameter(parent, own, **spec, src_rank, process_group);
+      shard_below(module, name, **spec, src_rank, process_group);
     } else {
+      torch::nn::Module& parent = submodule(module, parent_of(name));
+      const std::string own = own_name(name);
       const auto before = parent.named_children()[own];
       const auto after = std::get<std::shared_ptr<Sharder>>(entry)->shard(before);
       TESSERA_CHECK(after, "shard_module: the sharder of \"", name, "\" returned nothing.");

@@ -16,9 +16,9 @@ namespace tessera::sharded {
 /// ones.
 TESSERA_API torch::nn::Module& submodule(torch::nn::Module& module, const std::string& path);
 
-/// Makes the parameter or buffer of that dotted name another tensor: in the module's list, and in the members
-/// of libtorch's own modules that are handles on it. Returns whether nobody else holds the old tensor, who
-/// would go on with it; if somebody does, and if `only_if_all`, nothing has changed.
+/// Makes the parameter or buffer of that dotted name another tensor: in all lists and members of the module
+/// and its submodules that are handles on it (tessera/nn/members.h). Returns whether nobody else holds the
+/// old tensor, who would go on with it; if somebody does, and if `only_if_all`, nothing has changed.
 TESSERA_API bool replace_parameter(torch::nn::Module& module, const std::string& name,
                                    const at::Tensor& tensor, bool only_if_all = false);
 

@@ -1,6 +1,7 @@
 // Modules with sharded parameters: how they get them, train, are saved and loaded.
 
 #include <tessera/comm/collectives.h>
+#include <tessera/nn/members.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/module.h>
 #include <tessera/sharded/optimizer.h>
@@ -77,6 +78,32 @@ TEST(ShardParameter, ReplacesItEverywhere) {
     EXPECT_TRUE(at::equal(weight.local_tensor().detach(),
                           part(whole_tensor({10, 6}), {3 * rank, 0}, {rank < 3 ? 3 : 1, 6})));
     EXPECT_EQ(linear->parameters().size(), 2);
+  });
+}
+
+/// With a member of its own.
+struct TableImpl : torch::nn::Module {
+  TableImpl() { table = register_parameter("table", numbers({6, 4}, 1)); }
+  at::Tensor table;
+};
+
+TEST(ShardParameter, FindsMembersOfUsersModules) {
+  on_ranks(2, [](int64_t) {
+    TableImpl model;
+    ShardingPlan plan;
+    plan.plan["table"] = chunks(0, {0, 1}).clone();
+    expect_error<c10::Error>([&] { shard_module(model, plan); }, {"register_members"});
+    EXPECT_FALSE(ShardedTensor::is_sharded_tensor(model.table));
+  });
+  register_members<TableImpl>(&TableImpl::table);
+  on_ranks(2, [](int64_t) {
+    TableImpl model;
+    ShardingPlan plan;
+    plan.plan["table"] = chunks(0, {0, 1}).clone();
+    shard_module(model, plan);
+    EXPECT_TRUE(ShardedTensor::is_sharded_tensor(model.table));
+    EXPECT_TRUE(model.named_parameters()["table"].is_same(model.table));
+    EXPECT_EQ(named_params_with_sharded_tensor(model).size(), 1);
   });
 }
 

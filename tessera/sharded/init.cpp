@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/sharded/fill.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
@@ -188,11 +189,15 @@ ShardedTensor ones(const ShardingSpec& spec, at::IntArrayRef size, const Options
 }
 
 ShardedTensor rand(const ShardingSpec& spec, at::IntArrayRef size, const Options& options) {
-  return made("sharded::rand", spec, size, options, [](at::Tensor& tensor) { tensor.uniform_(0, 1); });
+  const ShardedTensor tensor = made("sharded::rand", spec, size, options, [](at::Tensor&) {});
+  fill_random(tensor, random::Distribution::uniform());
+  return tensor;
 }
 
 ShardedTensor randn(const ShardingSpec& spec, at::IntArrayRef size, const Options& options) {
-  return made("sharded::randn", spec, size, options, [](at::Tensor& tensor) { tensor.normal_(0, 1); });
+  const ShardedTensor tensor = made("sharded::randn", spec, size, options, [](at::Tensor&) {});
+  fill_random(tensor, random::Distribution::normal());
+  return tensor;
 }
 
 // --- from what ranks have

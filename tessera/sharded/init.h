@@ -26,7 +26,8 @@ TESSERA_API ShardedTensor ones(const ShardingSpec& spec, at::IntArrayRef size, c
 TESSERA_API ShardedTensor zeros(const ShardingSpec& spec, at::IntArrayRef size, const Options& options = {});
 TESSERA_API ShardedTensor full(const ShardingSpec& spec, at::IntArrayRef size, const at::Scalar& value,
                                const Options& options = {});
-/// Uniform in [0, 1), and normal. Each rank draws from its default generator.
+/// Uniform in [0, 1), and normal: numbers that do not depend on the spec, but on the seed and the call
+/// (docs/random.md).
 TESSERA_API ShardedTensor rand(const ShardingSpec& spec, at::IntArrayRef size, const Options& options = {});
 TESSERA_API ShardedTensor randn(const ShardingSpec& spec, at::IntArrayRef size, const Options& options = {});
 

@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/sharded/fill.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/ops.h>
 #include <tessera/sharded/registry.h>
@@ -39,6 +40,21 @@ Tensor mapped(const ShardedTensor& tensor, bool requires_grad, const Function& f
 template <class Function>
 Tensor written(const Tensor& tensor, const Function& function) {
   for (const Shard& shard : ShardedTensor(tensor).local_shards()) function(shard.tensor);
+  return tensor;
+}
+
+/// In place, with numbers that do not depend on the tiling; with a generator of libtorch's, each shard has
+/// its own.
+template <class Function>
+Tensor drawn(const Tensor& tensor, const random::Distribution& distribution,
+             const std::optional<at::Generator>& generator, const Function& function) {
+  if (generator) return written(tensor, function);
+  // As any write: refused where autograd could not tell of it.
+  for (const Shard& shard : ShardedTensor(tensor).local_shards()) {
+    TESSERA_CHECK(!shard.tensor.requires_grad() || !at::GradMode::is_enabled(),
+                  "A sharded tensor that requires grad can only be filled under a NoGradGuard.");
+  }
+  fill_random(tensor, distribution);
   return tensor;
 }
 
@@ -205,16 +221,18 @@ const bool registered = [] {
     return like("full_like", self, dtype, layout, device, pin, format,
                 [&](const Tensor& x) { x.fill_(value); });
   });
-  sharded_op_impl("aten::rand_like",
-                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag pin, Format format) {
-                    return like("rand_like", self, dtype, layout, device, pin, format,
-                                [](const Tensor& x) { x.uniform_(0, 1); });
-                  });
-  sharded_op_impl("aten::randn_like",
-                  [](const Tensor& self, Dtype dtype, Layout layout, Device device, Flag pin, Format format) {
-                    return like("randn_like", self, dtype, layout, device, pin, format,
-                                [](const Tensor& x) { x.normal_(0, 1); });
-                  });
+  sharded_op_impl("aten::rand_like", [](const Tensor& self, Dtype dtype, Layout layout, Device device,
+                                        Flag pin, Format format) {
+    const Tensor result = like("rand_like", self, dtype, layout, device, pin, format, [](const Tensor&) {});
+    fill_random(result, random::Distribution::uniform());
+    return result;
+  });
+  sharded_op_impl("aten::randn_like", [](const Tensor& self, Dtype dtype, Layout layout, Device device,
+                                         Flag pin, Format format) {
+    const Tensor result = like("randn_like", self, dtype, layout, device, pin, format, [](const Tensor&) {});
+    fill_random(result, random::Distribution::normal());
+    return result;
+  });
 
   // --- filling
   sharded_op_impl("aten::fill_.Scalar", [](const Tensor& self, const at::Scalar& value) {
@@ -224,10 +242,12 @@ const bool registered = [] {
     return written(self, [](const Tensor& local) { local.zero_(); });
   });
   sharded_op_impl("aten::uniform_", [](const Tensor& self, double from, double to, Generator generator) {
-    return written(self, [&](const Tensor& local) { local.uniform_(from, to, generator); });
+    return drawn(self, random::Distribution::uniform(from, to), generator,
+                 [&](const Tensor& local) { local.uniform_(from, to, generator); });
   });
   sharded_op_impl("aten::normal_", [](const Tensor& self, double mean, double std, Generator generator) {
-    return written(self, [&](const Tensor& local) { local.normal_(mean, std, generator); });
+    return drawn(self, random::Distribution::normal(mean, std), generator,
+                 [&](const Tensor& local) { local.normal_(mean, std, generator); });
   });
   return true;
 }();

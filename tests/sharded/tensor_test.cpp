@@ -2,8 +2,10 @@
 
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
+#include <tessera/random/generator.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
+#include <tessera/sharded/ops.h>
 #include <tessera/sharded/shard_tensor.h>
 #include <tessera/sharded/sharded_tensor.h>
 
@@ -149,6 +151,28 @@ TEST(ShardedTensorInit, Factories) {
     expect_error<c10::ValueError>([&] { empty(chunks(0, {0, 7}), {4, 2}); }, {"rank 7"});
     expect_error<c10::ValueError>([&] { empty(ChunkShardingSpec(0, {"cpu"}), {4, 2}); }, {"whose"});
     expect_error<c10::Error>([&] { empty(ChunkShardingSpec(0, {"worker/cpu"}), {4, 2}); }, {"worker", "RPC"});
+  });
+}
+
+// The same seed gives the same tensor, however it is cut.
+TEST(ShardedTensorInit, RandomNumbersDoNotDependOnTheSpec) {
+  std::mt19937 random(8);
+  const std::vector<ShardingSpecPtr> specs{chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {3, 1}).clone(),
+                                           random_spec(random, {7, 5}, 9, 4).clone()};
+  on_ranks(4, [&](int64_t rank) {
+    std::vector<at::Tensor> first;
+    for (const ShardingSpecPtr& spec : specs) {
+      tessera::random::manual_seed(5);
+      const ShardedTensor uniform = rand(*spec, {7, 5}), normal = randn(*spec, {7, 5});
+      std::vector<at::Tensor> drawn{
+          uniform.gather(0), normal.gather(0), ShardedTensor(at::rand_like(normal)).gather(0),
+          init::uniform_(uniform, -1, 1).gather(0), init::normal_(normal).gather(0)};
+      if (rank != 0) continue;
+      for (size_t i = 0; i + 1 < drawn.size(); ++i) EXPECT_FALSE(at::equal(drawn[i], drawn[i + 1]));
+      if (first.empty()) first = drawn;
+      for (size_t i = 0; i < drawn.size(); ++i)
+        EXPECT_TRUE(at::equal(drawn[i], first[i])) << i << ' ' << *spec;
+    }
   });
 }
 

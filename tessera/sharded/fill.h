@@ -1,0 +1,12 @@
+#pragma once
+
+#include <tessera/random/fill.h>
+#include <tessera/sharded/sharded_tensor.h>
+
+namespace tessera::sharded {
+
+/// Fills the local shards with random numbers that depend on seed, call and place in the whole tensor, not on
+/// how it is cut (docs/random.md). One call of the ranks' generator, so all of them must make it.
+void fill_random(const ShardedTensor& tensor, const random::Distribution& distribution);
+
+}  // namespace tessera::sharded

@@ -19,7 +19,7 @@ class UserRRef;
 /// that are processes. Ranks that are threads of one process have no need of it, so that `init_rpc` and
 /// `shutdown` do nothing there and a program can be the same for both.
 ///
-/// A process has one RPC. If torch.distributed.rpc of Python initialized it, that one is used.
+/// A process has one RPC. If torch.distributed.rpc of Python initialized it, that one is taken (never tried).
 namespace tessera::rpc {
 
 /// No call waits longer than this for an answer unless asked to.

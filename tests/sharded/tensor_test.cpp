@@ -2,6 +2,7 @@
 
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
+#include <tessera/debug/comm_debug_mode.h>
 #include <tessera/random/generator.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
@@ -567,6 +568,21 @@ TEST(ShardedTensorReshard, AnyTilingToAnyTiling) {
     const ShardedTensor back = tensor.reshard(chunks(1, {3, 2, 1, 0}));
     expect_parts(back, whole);
     EXPECT_TRUE(back.reshard(chunks(1, {3, 2, 1, 0})).is_same(back));
+  });
+}
+
+/// Rows become columns: of its 8 x 2 new elements a rank has 2 x 2, and gets the others, each once.
+TEST(ShardedTensorReshard, MovesEachElementOnceInOneExchange) {
+  on_ranks(4, [](int64_t) {
+    const ShardedTensor rows = chunks(0, {0, 1, 2, 3}).shard(whole_tensor({8, 8}).to(at::kFloat));
+    CommDebugMode counts;
+    rows.reshard(chunks(1, {0, 1, 2, 3}));
+    EXPECT_EQ(counts.get_total_counts(), 1);
+    EXPECT_EQ(counts.calls("all_to_all"), 1);
+    EXPECT_EQ(counts.total_bytes(), 12 * 4);
+    counts.reset();
+    rows.reshard(chunks(0, {0, 1, 2, 3}));  // as it is
+    EXPECT_EQ(counts.get_total_counts(), 0);
   });
 }
 

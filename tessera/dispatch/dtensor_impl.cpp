@@ -15,6 +15,22 @@ c10::DispatchKeySet keys_of(const at::Tensor& local) {
   return keys;
 }
 
+/// Gives memory that views may share new values. Where places share it, as in what was expanded, they do so
+/// in both.
+void refresh(const at::Tensor& local, const at::Tensor& values) {
+  if (local.is_non_overlapping_and_dense() || local.strides() != values.strides()) {
+    local.copy_(values);
+    return;
+  }
+  at::Tensor to = local, from = values;
+  for (int64_t dim = 0; dim < local.dim(); ++dim) {
+    if (local.stride(dim) != 0 || local.size(dim) == 0) continue;
+    to = to.narrow(dim, 0, 1);
+    from = from.narrow(dim, 0, 1);
+  }
+  to.copy_(from);
+}
+
 }  // namespace
 
 DTensorImpl::DTensorImpl(at::Tensor local, Spec spec)
@@ -36,13 +52,10 @@ void DTensorImpl::receive() const {
   if (!origin_) return;
   const auto* base = static_cast<const DTensorImpl*>(origin_->base.unsafeGetTensorImpl());
   base->local();  // which may be a view of that kind itself
-  if (!origin_->read || base->version() == origin_->version) return;
-  origin_->version = base->version();
-  local_.copy_(of(origin_->read())->local_);
-}
-
-uint32_t DTensorImpl::version() const {
-  return version_counter().enabled() ? version_counter().current_version() : 0;
+  if (!origin_->read || base->writes() == origin_->writes) return;
+  refresh(local_, of(origin_->read())->local_);
+  origin_->writes = base->writes();
+  writes_.bump();
 }
 
 const char* DTensorImpl::tensorimpl_type_name() const {
@@ -59,6 +72,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
                        allow_tensor_metadata_change);
   impl->origin_ = origin_;
   impl->hooks_ = hooks_;
+  impl->share_writes(*this);
   return impl;
 }
 
@@ -89,6 +103,7 @@ void DTensorImpl::take(const DTensorImpl& other) {
   pending_ = other.pending_;
   spec_ = other.spec_;
   origin_ = other.origin_;
+  share_writes(other);
   set_hooks(hooks_);
 }
 
@@ -96,8 +111,11 @@ void DTensorImpl::write_through() const {
   const DTensorImpl* view = this;
   for (auto origin = origin_; origin; origin = view->origin_) {
     const auto* base = static_cast<const DTensorImpl*>(origin->base.unsafeGetTensorImpl());
-    if (origin->write) origin->write(base->local_, view->local_);
-    origin->version = base->version() + 1;  // as the operator that writes will make it
+    if (origin->write) {
+      origin->write(base->local_, view->local_);
+      base->writes_.bump();
+    }
+    origin->writes = base->writes();
     view = base;
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dispatch/write_count.h>
 #include <tessera/export.h>
 #include <tessera/placement/spec.h>
 #include <tessera/redistribute/execute.h>
@@ -52,14 +53,20 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
     /// Makes the view again.
     std::function<at::Tensor()> read;
-    mutable uint32_t version;  // of the base, when the view was made
+    mutable uint64_t writes;  // into the base, when the view was made
   };
   const std::shared_ptr<const Origin>& origin() const { return origin_; }
   void set_origin(std::shared_ptr<const Origin> origin) { origin_ = std::move(origin); }
-  /// How often autograd has seen the tensor, or one that shares its memory, written to.
-  uint32_t version() const;
-  /// After a write: writes it into what this is a view of, and what that is a view of.
-  void write_through() const;
+  /// How often operators have written into the tensor, or one that shares its memory. (Autograd's versions do
+  /// not tell: it counts no writes in inference mode, nor those through `data`.)
+  uint64_t writes() const { return writes_.value(); }
+  void share_writes(const DTensorImpl& other) { writes_.share(other.writes_); }
+  /// After a write: counts it, and writes it into what this is a view of, and what that is a view of.
+  void wrote() const {
+    writes_.bump();
+    if (origin_) [[unlikely]]
+      write_through();
+  }
 
   const std::shared_ptr<const WeightHooks>& hooks() const { return hooks_; }
   void set_hooks(std::shared_ptr<const WeightHooks> hooks);
@@ -81,8 +88,10 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<TensorImpl> copy(Version&& version_counter, bool allow_tensor_metadata_change) const;
 
   void receive() const;
+  void write_through() const;
 
   mutable at::Tensor local_;
+  WriteCount writes_;
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;

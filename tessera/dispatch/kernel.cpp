@@ -743,8 +743,7 @@ class OperatorCall {
                   ", which a distributed tensor cannot do in place.");
     if (draws_unseeded()) same_on_all_ranks(argument.local);
     if (way.back) argument.impl().local().copy_(execute(*way.back, argument.local));
-    if (argument.impl().origin()) [[unlikely]]
-      argument.impl().write_through();
+    argument.impl().wrote();
   }
 
   /// On replicas, all ranks are to draw the same numbers: from a generator that depends on the call alone.
@@ -847,9 +846,10 @@ class OperatorCall {
     const rules::Local& local = recipe_->decision.local;
     const bool shares = recipe_->by_rule && !local.detached && !base.moved &&
                         DTensorImpl::of(view)->local().is_alias_of(base.impl().local());
+    if (shares) DTensorImpl::of(view)->share_writes(base.impl());
     if (shares && !base.impl().origin()) [[likely]]
       return;
-    DTensorImpl::Origin origin{base.tensor, {}, {}, base.impl().version()};
+    DTensorImpl::Origin origin{base.tensor, {}, {}, base.impl().writes()};
     if (!shares) {
       origin.write = local.write_back && !base.moved ? local.write_back : replay(number);
       origin.read = [op = op_, arguments = values_, of = base.tensor, number] {

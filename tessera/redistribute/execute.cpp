@@ -113,9 +113,15 @@ Reduction reduction_of(const Spec& spec, c10::IntArrayRef mesh_dims) {
     case ReduceOp::norm: {
       TESSERA_CHECK_VALUE(at::isFloatingType(dtype) || at::isComplexType(dtype), "cannot reduce ", first,
                           " values of dtype ", to_text(dtype), ": expected a floating point dtype");
+      // In double, as powers soon leave the range of smaller types; with the sign, so that a value that is no
+      // norm (written into one, or stacked with one) can be held too.
+      auto power = [](const at::Tensor& x, double p) {
+        const at::Tensor wide = x.is_complex() ? x.abs().to(at::kDouble) : x.to(at::kDouble);
+        return wide.abs().pow_(p).copysign_(wide);
+      };
       const double p = first.norm();
-      return {c10d::ReduceOp::SUM, [=](const at::Tensor& x) { return x.abs().pow_(p); },
-              [=](const at::Tensor& x) { return x.pow(1 / p).to(dtype); }};
+      return {c10d::ReduceOp::SUM, [=](const at::Tensor& x) { return power(x, p); },
+              [=](const at::Tensor& x) { return power(x, 1 / p).to(dtype); }};
     }
     case ReduceOp::sum:
     case ReduceOp::avg:

@@ -120,8 +120,10 @@ at::Tensor reduced(const at::Tensor& local, const Spec& spec) {
       return values.any(0);
     case ReduceOp::all:
       return values.all(0);
-    case ReduceOp::norm:
-      return values.abs().pow(placement.norm()).sum(0).pow(1 / placement.norm());
+    case ReduceOp::norm: {
+      auto power = [](const at::Tensor& x, double p) { return x.sgn() * x.abs().pow(p); };
+      return power(power(values, placement.norm()).sum(0), 1 / placement.norm());
+    }
   }
   return {};
 }

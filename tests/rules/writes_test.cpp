@@ -56,6 +56,76 @@ TEST(Writes, ThroughViewsOfCutDims) {
   }
 }
 
+/// Also where autograd does not count writes: in inference mode, and through `data`.
+TEST(Writes, AreSeenByViewsThatAutogradDoesNotTell) {
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const bool inference : {true, false}) {
+      const c10::InferenceMode mode(inference);
+      at::Tensor plain = numbers({6, 4}), x = distribute_tensor(plain, mesh, {Shard(0)});
+      std::vector<at::Tensor> actual_views, expected_views;
+      auto each = [&](const std::function<void(at::Tensor&, std::vector<at::Tensor>&)>& write) {
+        for (at::Tensor* base : {&plain, &x}) {
+          std::vector<at::Tensor> views{base->slice(0, 1, 5), base->slice(0, 2, 6),
+                                        base->slice(0, 1, 5).slice(0, 1, 3)};
+          write(*base, views);
+          (base == &x ? actual_views : expected_views) = views;
+        }
+        for (size_t i = 0; i < actual_views.size(); ++i)
+          EXPECT_TRUE(at::equal(DTensor(actual_views[i]).full_tensor(), expected_views[i])) << i;
+        EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain));
+      };
+      each([](at::Tensor& base, auto&) { base.data().add_(1); });
+      each([](at::Tensor& base, auto&) { base.view({-1}).add_(1); });
+      each([](at::Tensor& base, auto& views) {
+        base.detach().add_(1);
+        views[0].data().mul_(2);
+      });
+      each([](at::Tensor&, auto& views) { views[2].add_(3); });
+      each([](at::Tensor&, auto& views) {
+        views[1].mul_(2);
+        views[0].add_(views[1] * 1);
+      });
+    }
+  });
+}
+
+/// Places that share memory do so after a write into the base as well.
+TEST(Writes, AreSeenByWhatWasExpanded) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    at::Tensor plain = numbers({1, 6}), x = distribute_tensor(plain, mesh, {Shard(0)});
+    const at::Tensor view = x.expand({3, 6}), row = view.select(0, 1);
+    for (int i = 0; i < 2; ++i) {
+      x.add_(1);
+      plain.add_(1);
+      EXPECT_TRUE(at::equal(DTensor(view).full_tensor(), plain.expand({3, 6})));
+      EXPECT_TRUE(at::equal(DTensor(row).full_tensor(), plain[0]));
+    }
+  });
+}
+
+/// What is written into a norm that has yet to be reduced need not be one.
+TEST(Writes, IntoNorms) {
+  const std::vector<std::function<void(at::Tensor&)>> all{
+      [](at::Tensor& n) { n.sub_(10); }, [](at::Tensor& n) { n.neg_(); }, [](at::Tensor& n) { n.fill_(-2); },
+      [](at::Tensor& n) { n.view({1}).mul_(-3); }, [](at::Tensor& n) { at::_foreach_neg_(std::vector{n}); }};
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const double p : {1.0, 2.0, 3.0}) {
+      const at::Tensor plain = numbers({8}), x = distribute_tensor(plain, mesh, {Shard(0)});
+      for (const auto& write : all) {
+        at::Tensor expected = plain.norm(p), actual = x.norm(p);
+        write(expected);
+        write(actual);
+        expect_close(DTensor(actual).full_tensor(), expected, c10::str("norm ", p));
+      }
+      expect_close(DTensor(at::stack({x.norm(p), x.sum(), x.norm(p)})).full_tensor(),
+                   at::stack({plain.norm(p), plain.sum(), plain.norm(p)}), "stack");
+    }
+  });
+}
+
 /// A view that is a copy must show what is written into its base later.
 TEST(Writes, AreSeenByViews) {
   run(4, [] {

@@ -1,7 +1,9 @@
+#include <tessera/dtensor/as_one.h>
 #include <tessera/rules/einsum.h>
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -11,6 +13,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/einsum_native.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/linear_backward.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/linear_ops.h>
@@ -25,21 +28,34 @@ namespace tessera {
 
 namespace {
 
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// The gradient of a product, as if vectors were matrices.
+at::Tensor as_matrices(const at::Tensor& gradient, int64_t dims_of_self, int64_t dims_of_other) {
+  const at::Tensor result = dims_of_other == 1 ? gradient.unsqueeze(-1) : gradient;
+  return dims_of_self == 1 ? result.unsqueeze(-2) : result;
+}
+
+at::Tensor gradient_of_self(const at::Tensor& gradient, c10::IntArrayRef self, const at::Tensor& other) {
+  std::vector<int64_t> sizes = self.vec();
+  if (self.size() == 1) sizes.insert(sizes.begin(), 1);
+  const at::Tensor g = as_matrices(gradient, static_cast<int64_t>(self.size()), other.dim());
+  const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
+  const at::Tensor result = at::sum_to(at::matmul(g, b.mT()), sizes);
+  return self.size() == 1 ? result.squeeze(0) : result;
+}
+
 /// libtorch has it for nested tensors only.
 std::tuple<at::Tensor, at::Tensor> matmul_gradients(const at::Tensor& gradient, const at::Tensor& self,
                                                     const at::Tensor& other, std::array<bool, 2> mask) {
   if (!gradient.defined()) return {};
-  // Vectors as matrices.
-  const at::Tensor a = self.dim() == 1 ? self.unsqueeze(0) : self;
-  const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
-  at::Tensor g = other.dim() == 1 ? gradient.unsqueeze(-1) : gradient;
-  if (self.dim() == 1) g = g.unsqueeze(-2);
   at::Tensor of_self, of_other;
-  if (mask[0]) {
-    of_self = at::sum_to(at::matmul(g, b.mT()), a.sizes());
-    if (self.dim() == 1) of_self = of_self.squeeze(0);
-  }
+  if (mask[0]) of_self = gradient_of_self(gradient, self.sizes(), other);
   if (mask[1]) {
+    const at::Tensor g = as_matrices(gradient, self.dim(), other.dim());
+    const at::Tensor a = self.dim() == 1 ? self.unsqueeze(0) : self;
+    const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
     // One matrix for all batches: as for the weight of a linear layer, without a product for each batch.
     of_other = b.dim() == 2 && a.dim() > 2 && !at::GradMode::is_enabled()
                    ? std::get<1>(at::linear_backward(g, a, b, {false, true, false}))
@@ -49,25 +65,60 @@ std::tuple<at::Tensor, at::Tensor> matmul_gradients(const at::Tensor& gradient, 
   return {of_self, of_other};
 }
 
-/// Products that are operators of their own here, not composed of others: with the formulas that autograd has
-/// for them, which are in use for nested tensors and know no complex numbers.
-template <class Operator, class... Arguments>
-at::Tensor as_one(c10::DispatchKeySet keys, const Arguments&... arguments) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(Operator::name, Operator::overload_name)
-                             .template typed<typename Operator::schema>();
-  return op.redispatch(keys.add(c10::DispatchKey::AutogradNestedTensor), arguments...);
+// The formulas that autograd has for these are in use for nested tensors, and know no complex numbers.
+
+/// Where the right side needs no gradient, the left one need not be kept.
+struct ByConstant : torch::autograd::Function<ByConstant> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& self, const at::Tensor& other) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({other});
+    context->saved_data["sizes"] = self.sizes().vec();
+    return at::matmul(self, other);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {gradient_of_self(gradients[0], context->saved_data["sizes"].toIntVector(),
+                             context->get_saved_variables()[0]),
+            at::Tensor()};
+  }
+};
+
+/// The same of a layer whose weight is frozen.
+struct LinearByConstant : torch::autograd::Function<LinearByConstant> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({weight});
+    context->saved_data["has_bias"] = bias && bias->defined();
+    return at::linear(input, weight, bias);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& gradient = gradients[0];
+    at::Tensor of_bias;
+    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)) {
+      std::vector<int64_t> places(gradient.dim() - 1);
+      std::iota(places.begin(), places.end(), 0);
+      of_bias = places.empty() ? gradient : gradient.sum(places);
+    }
+    return {at::matmul(gradient, context->get_saved_variables()[0]), at::Tensor(), of_bias};
+  }
+};
+
+/// Whether of two tensors the first alone has a gradient.
+bool first_alone(const at::Tensor& first, const at::Tensor& second) {
+  return at::GradMode::is_enabled() && first.requires_grad() && !second.requires_grad();
 }
 
 at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
-  return input.is_complex() || weight.is_complex() ? at::native::linear(input, weight, bias)
-                                                   : as_one<at::_ops::linear>(keys, input, weight, bias);
+  if (input.is_complex() || weight.is_complex()) return at::native::linear(input, weight, bias);
+  if (first_alone(input, weight) && weight.dim() == 2) return LinearByConstant::apply(input, weight, bias);
+  return as_one<at::_ops::linear>(keys, input, weight, bias);
 }
 
 at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
-  return self.is_complex() || other.is_complex() ? at::native::matmul(self, other)
-                                                 : as_one<at::_ops::matmul>(keys, self, other);
+  if (self.is_complex() || other.is_complex()) return at::native::matmul(self, other);
+  if (first_alone(self, other)) return ByConstant::apply(self, other);
+  return as_one<at::_ops::matmul>(keys, self, other);
 }
 
 std::string equation_of(const std::vector<rules::Letters>& inputs, const rules::Letters& output) {
@@ -85,20 +136,25 @@ bool contains(const rules::Letters& letters, char letter) {
 
 /// The gradient of a product of two is a product of its gradient and the other.
 struct ProductOfTwo : torch::autograd::Function<ProductOfTwo> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const std::string& equation,
-                            const at::Tensor& a, const at::Tensor& b) {
+  static at::Tensor forward(AutogradContext* context, const std::string& equation, const at::Tensor& a,
+                            const at::Tensor& b) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    context->save_for_backward({a, b});
+    // Each is kept for the gradient of the other.
+    context->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor()});
     context->saved_data["equation"] = equation;
+    context->saved_data["a"] = a.sizes().vec();
+    context->saved_data["b"] = b.sizes().vec();
     return at::einsum(equation, {a, b});
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 const torch::autograd::variable_list& gradients) {
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
-    const rules::Einsum product = *rules::from_equation(context->saved_data["equation"].toStringRef(),
-                                                        {saved[0].dim(), saved[1].dim()});
-    torch::autograd::variable_list result{at::Tensor(), at::Tensor(), at::Tensor()};
+    const std::vector<std::vector<int64_t>> shapes{context->saved_data["a"].toIntVector(),
+                                                   context->saved_data["b"].toIntVector()};
+    const rules::Einsum product = *rules::from_equation(
+        context->saved_data["equation"].toStringRef(),
+        {static_cast<int64_t>(shapes[0].size()), static_cast<int64_t>(shapes[1].size())});
+    variable_list result{at::Tensor(), at::Tensor(), at::Tensor()};
     for (const size_t i : {0, 1}) {
       if (!context->needs_input_grad(i)) continue;
       const rules::Letters &own = product.inputs[i], &other = product.inputs[1 - i],
@@ -112,7 +168,7 @@ struct ProductOfTwo : torch::autograd::Function<ProductOfTwo> {
       for (size_t d = 0; d < own.size(); ++d) {
         if (!contains(known, own[d])) gradient = gradient.unsqueeze(static_cast<int64_t>(d));
       }
-      result[1 + i] = gradient.expand(saved[i].sizes());
+      result[1 + i] = gradient.expand(shapes[i]);
     }
     return result;
   }

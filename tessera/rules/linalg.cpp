@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -11,6 +12,23 @@ namespace {
 
 /// Which results a call does not ask for: they have shape [0].
 using Unwanted = std::function<std::vector<size_t>(const Call&)>;
+
+/// Whether a tensor has something for each matrix of a batch, without being broadcast: another matrix, or
+/// what comes with one.
+bool has_batch(const Call& call, size_t i, const Shape& batch) {
+  const Spec &first = call.tensors[0], &spec = call.tensors[i];
+  const auto outer = static_cast<int64_t>(batch.size());
+  if (spec.ndim() < outer || !std::equal(batch.begin(), batch.end(), spec.shape().begin())) return false;
+  if (spec.ndim() == outer + 2) return true;
+  const std::string& name = call.schema->arguments()[call.positions[i]].name();
+  const std::string& op = call.schema->name();
+  const bool comes_along =
+      name == "tau" || name == "pivots" || name == "LU_pivots" || (op == "aten::ormqr" && name == "input2");
+  // Vectors as right sides are just as long as matrices are high; else they are matrices for all.
+  const bool is_side =
+      op == "aten::_linalg_solve_ex" && spec.shape() == first.shape().slice(0, first.ndim() - 1);
+  return spec.ndim() == outer + 1 && (comes_along || is_side);
+}
 
 /// Each matrix by itself: dims before the last two are cut alike, in all inputs and results.
 Rule batched(const Unwanted& unwanted = {}, std::vector<std::string> reads = {}) {
@@ -21,9 +39,9 @@ Rule batched(const Unwanted& unwanted = {}, std::vector<std::string> reads = {})
             if (outer < 0) return std::nullopt;
             const Shape batch(first.shape().begin(), first.shape().begin() + outer);
             Einsum einsum;
-            for (const Spec& spec : call.tensors) {
-              if (spec.ndim() < outer || !std::equal(batch.begin(), batch.end(), spec.shape().begin()))
-                return std::nullopt;
+            for (const size_t i : c10::irange(call.tensors.size())) {
+              const Spec& spec = call.tensors[i];
+              if (!has_batch(call, i, batch)) return std::nullopt;
               Letters letters = identity(spec.ndim());
               std::fill(letters.begin() + outer, letters.end(), kWhole);
               einsum.inputs.push_back(std::move(letters));
@@ -64,31 +82,10 @@ std::vector<size_t> not_unpacked(const Call& call) {
   return result;
 }
 
-/// Each rank looks at its own; what is wrong is told of the whole batch.
-std::optional<Proposal> check_errors(const Call& call) {
-  const Spec& info = call.tensors[0];
+/// All look at all, so that what is wrong is an error on every rank.
+std::optional<Proposal> check_errors(const Call& /*call*/) {
   Proposal proposal;
-  for (int64_t d = 0; d < info.ndim(); ++d) {
-    proposal.rows.push_back({{Shard(d)}, {}});
-    proposal.rows.back().ranges = true;
-  }
-  proposal.localize = [](const Chosen& chosen) {
-    Local local;
-    const Spec& info = chosen.inputs[0];
-    if (!info.is_sharded()) return local;
-    local.compute = [info](const c10::OperatorHandle& op, Stack arguments) {
-      const at::Tensor mine = arguments[0].toTensor();
-      if (!at::any(mine).item<bool>()) return Stack{};
-      const at::Tensor all = at::zeros(info.shape(), mine.options());
-      at::Tensor place = all;
-      for (int64_t d = 0; d < info.ndim(); ++d)
-        place = place.narrow(d, info.global_offset()[d], info.local_shape()[d]);
-      place.copy_(mine);
-      arguments[0] = all;
-      return call_operator(op, std::move(arguments));
-    };
-    return local;
-  };
+  proposal.rows = {{{Replicate()}, {}}};
   return proposal;
 }
 
@@ -183,7 +180,7 @@ Table linalg_rules() {
       {{"_linalg_eigh"}, batched(no_vectors, {"compute_v"})},
       {{"linalg_qr"}, batched(no_q, {"mode"})},
       {{"_fft_c2c", "_fft_r2c", "_fft_c2r"}, {"transformed dims whole", fourier, {"dim"}}},
-      {{"_linalg_check_errors"}, {"cut: each rank looks at its own", check_errors}},
+      {{"_linalg_check_errors"}, {"whole, so that an error is one on every rank", check_errors}},
       {{"_cdist_forward"}, {"bp.,br.->bpr", distances}},
       {{"_cdist_backward"}, {"bpr,bpm,brm,bpr->bpm", distances_backward}},
       {{"dist"},

@@ -54,6 +54,43 @@ std::optional<Proposal> embedding_backward(const Call& call) {
   return Proposal{rows(einsum), {{{call.integer("num_weights"), gradient.shape().back()}}}};
 }
 
+/// What the rows that a rank holds get of the gradient of each index. `padding`: an index that counts for
+/// nothing; -1: none.
+at::Tensor gradient_of_held_rows(const at::Tensor& gradient, const at::Tensor& indices, const Spec& weight,
+                                 int64_t padding, bool scales) {
+  const int64_t held = weight.local_shape()[0];
+  // What belongs to other ranks, and padding, goes to one more row, which counts as padding.
+  const Masked masked(indices, weight.global_offset()[0], held, weight.shape()[0], held);
+  const at::Tensor rows =
+      padding < 0 ? masked.indices : masked.indices.masked_fill(at::eq(indices, padding), held);
+  return at::embedding_dense_backward(gradient, rows, held + 1, held, scales).narrow(0, 0, held);
+}
+
+/// With the table itself, whose rows may be cut: each rank has what its own rows get.
+std::optional<Proposal> embedding_backward_of_table(const Call& call) {
+  if (call.tensors.size() != 3) return std::nullopt;
+  const Spec& indices = call.tensors[1];
+  const Letters places = identity(indices.ndim());
+  Letters gradient = places;
+  gradient.push_back('y');
+  Einsum einsum{.inputs = {gradient, places, letters("xy")}, .outputs = {letters("xy")}};
+  einsum.ranges = true;
+  if (call.flag("scale_grad_by_freq")) einsum.contracted = std::nullopt;
+  Proposal proposal{rows(einsum), {{call.tensors[2].shape().vec()}}};
+  proposal.rows.push_back({{Partial(), Replicate(), Replicate()}, {Partial()}});
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& weight = chosen.inputs[2];
+    if (mesh_dims_of(weight, 0).empty()) return local;
+    local.compute = [weight](const c10::OperatorHandle&, Stack arguments) {
+      return Stack{gradient_of_held_rows(arguments[0].toTensor(), arguments[1].toTensor(), weight,
+                                         arguments[3].toInt(), arguments[4].toBool())};
+    };
+    return local;
+  };
+  return proposal;
+}
+
 // --- bags: sums, means or maxima of rows
 // -----------------------------------------------------------------------
 
@@ -184,6 +221,37 @@ std::optional<Proposal> embedding_bag_backward(const Call& call) {
   return Proposal{{columns, sums}, {{{call.integer("num_weights"), call.tensors[*gradient].shape()[1]}}}};
 }
 
+/// With the table itself, whose rows may be cut: each rank has what its own rows get. Of sums and means.
+std::optional<Proposal> embedding_bag_backward_of_table(const Call& call) {
+  const size_t weight = *call.tensor("weight");
+  const Spec& table = call.tensors[weight];
+  auto row = [&](const Placement& gradient, const Placement& of_weight, const Placement& result) {
+    Row row{Placements(call.tensors.size(), Replicate()), {result}, 0, /*ranges=*/true};
+    row.inputs[0] = gradient;
+    row.inputs[weight] = of_weight;
+    return row;
+  };
+  Proposal proposal{{row(Replicate(), Shard(0), Shard(0)), row(Shard(1), Shard(1), Shard(1)),
+                     row(Partial(), Replicate(), Partial())},
+                    {{table.shape().vec()}}};
+  proposal.localize = [weight](const Chosen& chosen) {
+    Local local;
+    local.compute = [table = chosen.inputs[weight]](const c10::OperatorHandle&, Stack arguments) {
+      const at::Tensor gradient = arguments[0].toTensor(), indices = arguments[1].toTensor(),
+                       offsets = arguments[2].toTensor();
+      const at::Tensor bags = bags_of(offsets, gradient.size(0), indices.numel());
+      at::Tensor each = at::index_select(gradient, 0, bags);
+      if (arguments[4].isTensor() && arguments[4].toTensor().defined())
+        each.mul_(arguments[4].toTensor().unsqueeze(1));
+      if (arguments[7].toInt() == kMean)
+        each.div_(at::index_select(arguments[3].toTensor(), 0, bags).clamp_min(1).unsqueeze(1));
+      return Stack{gradient_of_held_rows(each, indices, table, arguments[8].toInt(), arguments[6].toBool())};
+    };
+    return local;
+  };
+  return proposal;
+}
+
 std::optional<Proposal> sample_weights_backward(const Call& call) {
   const auto gradient = call.tensor("grad"), weight = call.tensor("weight"), indices = call.tensor("indices"),
              offsets = call.tensor("offsets");
@@ -222,12 +290,19 @@ Table embedding_rules() {
   return {
       {{"embedding"}, {"xy,i->iy; rows cut: P(sum), zeros where a rank has no row", embedding}},
       {{"embedding_dense_backward"}, {"iy,i->.y", embedding_backward, {"num_weights", "scale_grad_by_freq"}}},
+      {{"tessera::embedding_backward"},
+       {"iy,i,xy->xy; rows cut: of those that a rank has",
+        embedding_backward_of_table,
+        {"scale_grad_by_freq"}}},
       {{"_embedding_bag", "_embedding_bag_forward_only"},
        {"columns cut; rows cut: P(sum) of the rows that a rank has, the largest by two reductions",
         embedding_bag,
         {"mode", "include_last_offset"}}},
       {{"_embedding_bag_backward", "_embedding_bag_dense_backward"},
        {"columns cut; linear in the gradient", embedding_bag_backward, {"mode", "num_weights", "sparse"}}},
+      {{"tessera::embedding_bag_backward"},
+       {"columns cut; rows cut: of those that a rank has; linear in the gradient",
+        embedding_bag_backward_of_table}},
       {{"_embedding_bag_per_sample_weights_backward"},
        {"columns or rows cut: P(sum); linear in the gradient and the rows", sample_weights_backward}},
   };

@@ -9,7 +9,7 @@
 /// What the families of rules share. Each is a table in a file of its own; rule.cpp puts them together.
 namespace tessera::rules {
 
-/// Operators of one rule, without "aten::".
+/// Operators of one rule; without a namespace: of "aten".
 struct Entry {
   std::vector<std::string> ops;
   Rule rule;

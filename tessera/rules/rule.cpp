@@ -53,7 +53,8 @@ class Registry {
         entry.rule.family = family;
         const Rule* rule = keep(std::move(entry.rule));
         for (const std::string& op : entry.ops) {
-          TESSERA_CHECK(rules_.emplace("aten::" + op, rule).second, "aten::", op, " has two sharding rules.");
+          const std::string name = op.find("::") == std::string::npos ? "aten::" + op : op;
+          TESSERA_CHECK(rules_.emplace(name, rule).second, name, " has two sharding rules.");
         }
       }
     }

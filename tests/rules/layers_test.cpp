@@ -16,6 +16,56 @@ using namespace testing;
 INSTANTIATE_TEST_SUITE_P(Meshes, Families,
                          ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
 
+/// Batches are aligned from the right, and may be broadcast.
+TEST_P(Families, LinearAlgebraOfBatches) {
+  auto matrices = [](at::IntArrayRef batch) {
+    std::vector<int64_t> shape = batch.vec();
+    shape.insert(shape.end(), {3, 3});
+    return numbers(shape) * 0.1 + 4 * at::eye(3);
+  };
+  auto solve = [](const Tensors& x) { return at::linalg_solve(x[0], x[1]); };
+  auto triangular = [](const Tensors& x) { return at::linalg_solve_triangular(x[0].triu(), x[1], true); };
+  for (const auto& function : {Function(solve), Function(triangular)}) {
+    check(function, {matrices({2}), numbers({2, 2, 3, 1}, 1)}, false);
+    check(function, {matrices({2, 2}), numbers({2, 3, 1}, 1)}, false);
+    check(function, {matrices({3}), numbers({3, 2}, 1)}, false);
+    check(function, {matrices({5}), numbers({5, 3, 2}, 1)}, false);
+  }
+  check(solve, {matrices({5}), numbers({5, 3}, 1)}, false);
+}
+
+TEST(LinearAlgebra, OneBadMatrixIsAnErrorOnEveryRank) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    at::Tensor plain = at::eye(3).repeat({4, 1, 1});
+    plain.select(0, 1).neg_();
+    EXPECT_THROW(at::linalg_cholesky(distribute_tensor(plain, mesh, {Shard(0)})), c10::Error);
+    EXPECT_THROW(at::linalg_inv(distribute_tensor(plain * 0, mesh, {Shard(0)})), c10::Error);
+  });
+}
+
+/// What autograd does not need for a product, it does not keep.
+TEST(Products, WithoutAGradientOfOneSide) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor weight = distribute_tensor(numbers({3, 4}), mesh, {Shard(1)});
+    const at::Tensor bias = distribute_tensor(numbers({3}), mesh, {Replicate()}).requires_grad_();
+    for (const auto& product : {Function([](const Tensors& t) { return at::matmul(t[0], t[1].t()); }),
+                                Function([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }),
+                                Function([](const Tensors& t) {
+                                  return at::einsum("btk,nk->btn", {t[0], t[1]});
+                                })}) {
+      const at::Tensor x = distribute_tensor(numbers({2, 5, 4}, 1), mesh, {Shard(1)}).requires_grad_();
+      at::Tensor written = x * 1;
+      const at::Tensor y = product({written, weight, bias});
+      written.add_(1);
+      y.sum().backward();
+      expect_close(DTensor(x.grad()).full_tensor(), numbers({3, 4}).sum(0).expand({2, 5, 4}), "gradient");
+    }
+    expect_close(DTensor(bias.grad()).full_tensor(), at::full({3}, 10.0), "bias");
+  });
+}
+
 TEST_P(Families, Softmax) {
   for (const int64_t dim : {0, 1}) {
     matrices([dim](const Tensors& x) { return at::softmax(x[0], dim); });
@@ -172,7 +222,28 @@ TEST_P(Families, Embedding) {
     const at::Tensor indices = at::remainder(at::arange(6) * 3, size).view({2, 3});
     check([](const Tensors& x) { return at::embedding(x[0], x[1]); }, {table, indices}, false);
     check([](const Tensors& x) { return at::embedding(x[0], x[1], 1); }, {table, indices}, false);
+    check([](const Tensors& x) { return at::embedding(x[0], x[1], -1, /*scale_grad_by_freq=*/true); },
+          {table, indices}, false);
   }
+}
+/// A rank never makes the gradient of rows that others have.
+TEST(Embedding, GradientOfRowsThatAreCut) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const at::Tensor indices = distribute_tensor(at::arange(6), mesh, {Shard(0), Replicate()}, std::nullopt);
+    const at::Tensor table =
+        distribute_tensor(numbers({1000, 4}), mesh, {Replicate(), Shard(0)}, std::nullopt).requires_grad_();
+    at::embedding(table, indices).sum().backward();
+    const DTensor gradient(table.grad());
+    EXPECT_EQ(gradient.placements(), (Placements{Partial(), Shard(0)}));
+    EXPECT_EQ(gradient.to_local().sizes(), (std::vector<int64_t>{500, 4}));
+    for (const int64_t mode : {0, 1}) {
+      table.mutable_grad() = at::Tensor();
+      const at::Tensor offsets = distribute_tensor(at::tensor({0, 2}), mesh, {Replicate(), Replicate()});
+      std::get<0>(at::embedding_bag(table, indices, offsets, false, mode)).sum().backward();
+      EXPECT_EQ(DTensor(table.grad()).to_local().sizes(), (std::vector<int64_t>{500, 4}));
+    }
+  });
 }
 TEST_P(Families, EmbeddingBag) {
   for (const int64_t size : {5, 2}) {
@@ -355,7 +426,7 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
                           true);
   const at::Tensor indices = at::remainder(at::arange(6), 5);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
-                          {numbers({5, 4}), indices}, {batch, same}, sum);
+                          {numbers({5, 4}), indices}, {batch, same}, sum, true);
   expect_no_communication([](const Tensors& t) { return at::embedding(t[0], t[1]); },
                           {numbers({5, 4}), indices}, {same, batch}, batch, true);
   for (const int64_t mode : {0, 1}) {
@@ -365,7 +436,7 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
           {numbers({5, 4}), indices, at::tensor({0, 2, 3})}, {of_table, same, same}, of_result, true);
     }
   }
-  expect_no_communication([](const Tensors& t) { return at::linalg_solve(t[0], t[1]); },
+  expect_no_communication([](const Tensors& t) { return std::get<0>(at::linalg_solve_ex(t[0], t[1])); },
                           {at::eye(3).repeat({5, 1, 1}) * 2, numbers({5, 3, 2})}, {batch, batch}, batch,
                           true);
   expect_no_communication([](const Tensors& t) { return at::cdist(t[0], t[1], 1.0); },

@@ -12,13 +12,13 @@ int main() {
   std::map<std::string, std::map<std::string, std::vector<std::string>>> families;
   size_t count = 0;
   for (const auto& [op, rule] : tessera::rules::all_rules()) {
-    families[rule->family][rule->text].push_back(op.substr(op.find("::") + 2));
+    families[rule->family][rule->text].push_back(op.starts_with("aten::") ? op.substr(6) : op);
     ++count;
   }
   std::cout << "# Operators and their sharding rules\n\n"
                "Made by `make operators` from the tables in `tessera/rules`; do not edit.\n\n"
             << count
-            << " operators of `aten` have a rule of their own. In-place operators have that of the one that "
+            << " operators have a rule of their own. In-place operators have that of the one that "
                "returns a new\n"
                "tensor; `out=` operators compute as that one does and copy the result. All others that "
                "libtorch calls\n"

@@ -142,6 +142,10 @@ class Choice {
       const Placement& now = call_.tensors[i].placement(m);
       const Placement then = variant(row.inputs[i]);
       if (!agree(inputs_[i], then)) return kImpossible;
+      // Averages of integers are rounded: no part of one stands for itself.
+      if (then.is_partial(ReduceOp::avg) && !row.any_partial &&
+          at::isIntegralType(call_.tensors[i].dtype(), /*includeBool=*/true))
+        return kImpossible;
       cost += bytes_of(call_.tensors[i]) * price(now, then, n);
       if (call_.written[i]) {
         const Placement after = returned_[i] < 0 ? then : variant(output(row, returned_[i]));

@@ -69,8 +69,14 @@ using Linear = std::vector<std::vector<size_t>>;
 std::optional<Proposal> pointwise(const Call& call, const Linear& linear = {},
                                   std::vector<ReduceOp> kept = {});
 
+/// Whether parts of a sum may be converted, each by itself, to the dtype that the call asks for, if it does.
+bool converts_parts(const Call& call);
+
 /// The sets of tensors that such sets of arguments are, as far as all of them are there.
 std::vector<std::vector<size_t>> linear_tensors(const Call& call, const Linear& linear);
+
+/// Whether an item of a list of indices, as in x[i, :, j], is one.
+bool is_index(const c10::IValue& item);
 
 /// What the operator itself gives.
 Stack call_operator(const c10::OperatorHandle& op, Stack arguments);

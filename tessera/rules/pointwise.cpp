@@ -96,6 +96,13 @@ std::optional<Proposal> log_sigmoid(const Call&) {
 
 }  // namespace
 
+bool converts_parts(const Call& call) {
+  if (!call.has("dtype")) return true;
+  const auto to = call.value("dtype").toScalarType(), from = call.tensors[0].dtype();
+  return to != at::kBool && (!at::isIntegralType(to, false) || at::isIntegralType(from, false)) &&
+         (at::isComplexType(to) || !at::isComplexType(from));
+}
+
 std::vector<std::vector<size_t>> linear_tensors(const Call& call, const Linear& linear) {
   std::vector<std::vector<size_t>> result;
   for (const auto& set : linear) {
@@ -105,8 +112,9 @@ std::vector<std::vector<size_t>> linear_tensors(const Call& call, const Linear& 
       // A number added to a partial sum would be added once for each rank.
       if (found != call.positions.end()) tensors.push_back(found - call.positions.begin());
     }
-    const bool sums = std::none_of(call.tensors.begin(), call.tensors.end(),
-                                   [](const Spec& spec) { return spec.dtype() == c10::ScalarType::Bool; });
+    const bool sums = std::none_of(tensors.begin(), tensors.end(), [&](size_t i) {
+      return call.tensors[i].dtype() == c10::ScalarType::Bool;
+    });
     if (tensors.size() == set.size() && sums) result.push_back(std::move(tensors));
   }
   return result;

@@ -70,9 +70,9 @@ Rule sum_rule() {
   return {"reduced dims cut: P(sum)",
           [](const Call& call) -> std::optional<Proposal> {
             const auto reduction = Reduction::of(call, true);
-            return reduced(call, *reduction, Partial(), true);
+            return reduced(call, *reduction, Partial(), converts_parts(call));
           },
-          {"dim", "keepdim"}};
+          {"dim", "keepdim", "dtype"}};
 }
 
 /// Sums of what has no meaning but its number.
@@ -183,9 +183,11 @@ Rule product_rule() {
           [](const Call& call) -> std::optional<Proposal> {
             const auto reduction = Reduction::of(call);
             if (!reduction) return std::nullopt;
-            return reduced(call, *reduction, Partial(ReduceOp::product), false, {ReduceOp::product});
+            const bool keeps = converts_parts(call);
+            return reduced(call, *reduction, Partial(ReduceOp::product), false,
+                           keeps ? std::vector{ReduceOp::product} : std::vector<ReduceOp>{});
           },
-          {"dim", "keepdim"}};
+          {"dim", "keepdim", "dtype"}};
 }
 
 }  // namespace

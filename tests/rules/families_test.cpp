@@ -3,6 +3,10 @@
 
 #include "tests/rules/families.h"
 
+#include <tessera/comm/run.h>
+
+#include <cmath>
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +16,30 @@ namespace {
 using namespace testing;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// Parts of a sum that are converted each by itself are not parts of the sum.
+TEST_P(Families, SumsOfPartsInAnotherDtype) {
+  for (const at::ScalarType dtype : {at::kLong, at::kBool, at::kDouble}) {
+    matrices([=](const Tensors& x) { return at::sum(x[0].detach(), {0}, false, dtype).to(at::kFloat); });
+    if (dtype != at::kBool)
+      matrices([=](const Tensors& x) { return at::cumsum(x[0].detach(), 0, dtype).to(at::kFloat); });
+    matrices([=](const Tensors& x) { return at::prod(x[0].detach(), 0, false, dtype).to(at::kFloat); });
+  }
+}
+
+/// Norms of small dtypes are far from what these can hold when squared.
+TEST(Norms, OfHalves) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+      const double large = dtype == at::kHalf ? 300 : 1e18;
+      const at::Tensor plain = at::full({8}, large, dtype), x = distribute_tensor(plain, mesh, {Shard(0)});
+      EXPECT_NEAR(DTensor(x.norm()).full_tensor().item<double>() / large, std::sqrt(8.0), 0.02);
+      const auto norms = at::_foreach_norm(std::vector{x, x});
+      EXPECT_NEAR(DTensor(at::stack(norms).norm()).full_tensor().item<double>() / large, 4.0, 0.02);
+    }
+  });
+}
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Families,
                          ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));

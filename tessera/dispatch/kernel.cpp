@@ -309,6 +309,8 @@ class OperatorCall {
     if (kernel_.is_random_ && !recipe_->by_rule && kernel_.generator_) [[unlikely]]
       seed(argument(*kernel_.generator_));
     decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    if (decision.local.sized) [[unlikely]]
+      take_shapes();
     for (const size_t i : c10::irange(arguments_.size())) {
       if (arguments_[i].written) write_back(arguments_[i], recipe_->ways[i]);
     }
@@ -681,6 +683,14 @@ class OperatorCall {
     for (IValue& result : function(op_, std::move(arguments))) stack_.push_back(std::move(result));
   }
 
+  /// The shapes behind the results.
+  void take_shapes() {
+    const size_t count = schema_.returns().size();
+    for (const size_t i : c10::irange(count))
+      shapes_.push_back(stack_[stack_.size() - count + i].toIntVector());
+    stack_.erase(stack_.end() - static_cast<std::ptrdiff_t>(count), stack_.end());
+  }
+
   /// By the operator that returns new tensors, whose results are then written into the arguments.
   void run_functional() {
     TESSERA_CHECK(!kernel_.reallocates_, kernel_.name_,
@@ -809,6 +819,7 @@ class OperatorCall {
     auto& known = recipe_->outputs;
     if (number < known.size() && known[number] && known[number].dtype() == local.scalar_type() &&
         known[number].local_shape() == local.sizes() &&
+        (shapes_.empty() || known[number].shape() == c10::IntArrayRef(shapes_[number])) &&
         (recipe_->by_rule || known[number].strides() == local.strides())) {
       return known[number];
     }
@@ -826,7 +837,7 @@ class OperatorCall {
                   ": its sharding rule tells of ", outputs.size(), " results, but there is a number ", number,
                   ".");
     const rules::Decision::Output& output = outputs[outputs.size() == 1 ? 0 : number];
-    std::vector<int64_t> shape = output.result.shape;
+    std::vector<int64_t> shape = shapes_.empty() ? output.result.shape : shapes_[number];
     shape.resize(local.dim(), rules::kLocal);
     for (const size_t dim : c10::irange(shape.size())) {
       if (shape[dim] == rules::kLocal) shape[dim] = local.size(static_cast<int64_t>(dim));
@@ -899,7 +910,8 @@ class OperatorCall {
   c10::SmallVector<Argument, 4> arguments_;
   c10::SmallVector<size_t, 1> with_dims_;  // positions of plain tensors that have dims
   std::shared_ptr<Recipe> recipe_;
-  Stack values_;  // the arguments of a view that is to be made again
+  Stack values_;                              // the arguments of a view that is to be made again
+  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them can tell
   size_t next_output_ = 0;
 };
 

@@ -182,7 +182,7 @@ class Choice {
   }
 
   Chosen chosen(const Decision& decision) const {
-    Chosen result{decision.inputs, {}};
+    Chosen result{decision.inputs, {}, order_};
     for (const auto& output : decision.outputs) {
       result.outputs.emplace_back();
       const auto& shape = output.result.shape;

@@ -3,6 +3,7 @@
 #include <tessera/rules/exchange.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -67,6 +68,52 @@ std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim) {
     if (spec.placement(m).is_shard_like(dim)) result.push_back(static_cast<int64_t>(m));
   }
   return result;
+}
+
+std::vector<int64_t> mesh_dims_of(const Spec& spec) {
+  std::vector<int64_t> result;
+  for (const size_t m : c10::irange(spec.placements().size())) {
+    if (spec.placement(m).is_shard_like()) result.push_back(static_cast<int64_t>(m));
+  }
+  return result;
+}
+
+Sharers::Sharers(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_t dim)
+    : group_(group_of(spec.mesh(), mesh_dims)) {
+  const auto coordinates = peers(spec.mesh(), mesh_dims);
+  const auto here = *spec.mesh().get_coordinate();
+  ranks_.resize(coordinates.size());
+  std::iota(ranks_.begin(), ranks_.end(), 0);
+  std::stable_sort(ranks_.begin(), ranks_.end(), [&](size_t a, size_t b) {
+    return spec.global_offset(coordinates[a])[dim] < spec.global_offset(coordinates[b])[dim];
+  });
+  for (const size_t rank : ranks_) {
+    if (std::equal(here.begin(), here.end(), coordinates[rank].begin())) self_ = held_.size();
+    held_.push_back(spec.local_shape(coordinates[rank])[dim]);
+  }
+}
+
+std::vector<int64_t> Sharers::sizes(int64_t own) const {
+  const at::Tensor all = at::empty({static_cast<int64_t>(ranks_.size())}, at::kLong);
+  comm::all_gather_into(all, at::full({1}, own, at::kLong), group_).wait();
+  std::vector<int64_t> result;
+  for (const size_t rank : ranks_) result.push_back(all.const_data_ptr<int64_t>()[rank]);
+  return result;
+}
+
+at::Tensor Sharers::join(const at::Tensor& own, int64_t dim, const std::vector<int64_t>& sizes) const {
+  comm::Tensors outputs(ranks_.size()), parts;
+  auto shape = own.sizes().vec();
+  for (const size_t i : c10::irange(ranks_.size())) {
+    shape[dim] = sizes[i];
+    parts.push_back(outputs[ranks_[i]] = at::empty(shape, own.options()));
+  }
+  comm::all_gather(outputs, own.contiguous(), group_).wait();
+  return at::cat(parts, dim);
+}
+
+int64_t Sharers::before(const std::vector<int64_t>& sizes) const {
+  return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(self_), int64_t{0});
 }
 
 Holding holding(const Spec& spec, int64_t dim) {

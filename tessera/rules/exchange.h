@@ -54,13 +54,38 @@ class Exchange {
 void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,
               const Spec& source_spec, int64_t dim, const std::vector<Stretch>& stretches);
 
+/// The ranks of the joint group of some mesh dims that cut a tensor.
+class Sharers {
+ public:
+  /// In the order of where their parts of `dim` begin; those that hold nothing come last.
+  Sharers(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_t dim);
+
+  /// How much of the dim each holds, in that order; and which of them this rank is.
+  const std::vector<int64_t>& held() const { return held_; }
+  size_t self() const { return self_; }
+
+  /// What each of them says. Collective.
+  std::vector<int64_t> sizes(int64_t own) const;
+  /// What each of them has, one after the other along `dim`; `sizes`: of each there. Collective.
+  at::Tensor join(const at::Tensor& own, int64_t dim, const std::vector<int64_t>& sizes) const;
+  /// The sum of the sizes of those before this one.
+  int64_t before(const std::vector<int64_t>& sizes) const;
+
+ private:
+  Group group_;
+  std::vector<size_t> ranks_;  // in the group
+  std::vector<int64_t> held_;
+  size_t self_ = 0;
+};
+
 /// The coordinates of the ranks of the joint group of some mesh dims, in its order.
 std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
 
 /// That group.
 Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
 
-/// Which mesh dims cut a tensor dim.
+/// Which mesh dims cut a tensor dim; and which any.
 std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim);
+std::vector<int64_t> mesh_dims_of(const Spec& spec);
 
 }  // namespace tessera::rules

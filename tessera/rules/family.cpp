@@ -103,6 +103,8 @@ Proposal like_first(const Call& call) {
   return proposal;
 }
 
+bool is_index(const c10::IValue& item) { return item.isTensor() && item.toTensor().defined(); }
+
 Proposal whole_dims(const Call& call, const Shape& dims, std::vector<Result> results) {
   Einsum einsum;
   const auto ndim = static_cast<size_t>(call.tensors[0].ndim());

@@ -26,6 +26,8 @@ Table embedding_rules();
 Table loss_rules();
 Table join_rules();
 Table index_rules();
+Table select_rules();
+Table scan_rules();
 Table sort_rules();
 Table convolution_rules();
 Table spatial_rules();
@@ -88,10 +90,12 @@ Function composite();
 std::function<Local(const Chosen&)> with_local_sizes(size_t position);
 
 /// Of indices into a dim of which this rank holds a range: where they point to in it, `other` for those that
-/// point elsewhere, and which these are. Throws if one is outside of the dim.
+/// point elsewhere, and which these are. Throws if one is outside of the dim. `wraps`: negative ones count
+/// from the end.
 struct Masked {
   at::Tensor indices, elsewhere;
-  Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other);
+  Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other,
+         bool wraps = false);
 };
 
 /// A new tensor placed like the first, but for what is partial: its value is whole on every rank. What the

@@ -1,7 +1,7 @@
-#include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
+#include <tessera/rules/select.h>
 
 #include <algorithm>
 
@@ -10,8 +10,9 @@
 
 namespace tessera::rules {
 
-Masked::Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other) {
-  at::Tensor known = at::where(at::lt(global, 0), at::add(global, size), global);
+Masked::Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other,
+               bool wraps) {
+  const at::Tensor known = wraps ? at::where(at::lt(global, 0), at::add(global, size), global) : global;
   if (global.numel() > 0 && global.is_cpu()) {
     const auto [lowest, highest] = at::aminmax(known);
     TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size,
@@ -33,7 +34,7 @@ Placement picked(const Spec& spec) {
 /// Runs the operator on a rank's part of argument 0 with its indices into it.
 /// `spread`: makes the mask meet the result.
 std::function<Local(const Chosen&)> masked_pick(
-    int64_t dim, std::function<at::Tensor(at::Tensor)> spread,
+    int64_t dim, bool wraps, std::function<at::Tensor(at::Tensor)> spread,
     const std::function<void(Stack&, const at::Tensor&)>& put_index,
     const std::function<at::Tensor(const Stack&)>& get_index) {
   return [=](const Chosen& chosen) {
@@ -43,7 +44,7 @@ std::function<Local(const Chosen&)> masked_pick(
     local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
       const int64_t held = self.local_shape()[dim];
-      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0);
+      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps);
       if (held == 0) return Stack{at::zeros(output.local_shape(), x.options())};
       put_index(arguments, masked.indices);
       at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
@@ -69,7 +70,7 @@ std::optional<Proposal> index_select(const Call& call) {
   shape[dim] = i.shape()[0];
   Proposal proposal{rows(einsum), {{shape}}};
   proposal.localize = masked_pick(
-      dim,
+      dim, /*wraps=*/false,
       [dim, ndim = x.ndim()](const at::Tensor& mask) {
         Shape sizes(ndim, 1);
         sizes[dim] = mask.numel();
@@ -106,7 +107,7 @@ std::optional<Proposal> gather(const Call& call) {
   einsum.ranges = true;
   Proposal proposal{rows(einsum), {{i.shape().vec()}}};
   proposal.localize = masked_pick(
-      dim, [](at::Tensor mask) { return mask; },
+      dim, /*wraps=*/false, [](at::Tensor mask) { return mask; },
       [](Stack& arguments, const at::Tensor& indices) { arguments[2] = indices; },
       [](const Stack& arguments) { return arguments[2].toTensor(); });
   return proposal;
@@ -114,7 +115,7 @@ std::optional<Proposal> gather(const Call& call) {
 
 /// Runs the operator on argument 0 with one more place along `dim`, to which all goes that belongs to other
 /// ranks.
-std::function<Local(const Chosen&)> with_bin(int64_t dim,
+std::function<Local(const Chosen&)> with_bin(int64_t dim, bool wraps,
                                              const std::function<void(Stack&, const at::Tensor&)>& put_index,
                                              const std::function<at::Tensor(const Stack&)>& get_index) {
   return [=](const Chosen& chosen) {
@@ -127,7 +128,8 @@ std::function<Local(const Chosen&)> with_bin(int64_t dim,
       Shape bin = x.sizes().vec();
       bin[dim] = 1;
       arguments[0] = at::cat({x, at::zeros(bin, x.options())}, dim);
-      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held);
+      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held,
+                          wraps);
       put_index(arguments, masked.indices);
       return Stack{call_operator(op, std::move(arguments))[0].toTensor().narrow(dim, 0, held).clone()};
     };
@@ -163,7 +165,7 @@ Rule scatter_rule(bool adds) {
             if (x.dtype() == c10::ScalarType::Bool) einsum.contracted = std::nullopt;
             if (adds) einsum.linear = linear_tensors(call, {{0, 3}});
             Proposal proposal{rows(einsum), {{x.shape().vec()}}};
-            proposal.localize = with_bin(dim, put_second, get_second);
+            proposal.localize = with_bin(dim, /*wraps=*/false, put_second, get_second);
             return proposal;
           },
           {"dim"}};
@@ -194,13 +196,11 @@ Rule index_write_rule(bool adds) {
             if (x.dtype() == c10::ScalarType::Bool) einsum.contracted = std::nullopt;
             if (adds) einsum.linear = linear_tensors(call, {{0, 3}});
             Proposal proposal{rows(einsum), {{x.shape().vec()}}};
-            proposal.localize = with_bin(dim, put_second, get_second);
+            proposal.localize = with_bin(dim, /*wraps=*/false, put_second, get_second);
             return proposal;
           },
           {"dim"}};
 }
-
-bool is_index(const c10::IValue& item) { return item.isTensor() && item.toTensor().defined(); }
 
 /// How x[i, :, j] is laid out: which dims are indexed, and where the indices' own dims come to stand.
 struct Indexing {
@@ -219,7 +219,6 @@ struct Indexing {
     for (const c10::IValue& item : call.value("indices").toListRef()) {
       if (is_index(item)) {
         const at::Tensor& index = item.toTensor();
-        // Masks tell how large the result is.
         if (index.scalar_type() != at::kLong && index.scalar_type() != at::kInt) return std::nullopt;
         if (next >= call.tensors.size() || call.tensors[next].shape() != index.sizes()) return std::nullopt;
         found.dims.push_back(dim);
@@ -263,6 +262,7 @@ at::Tensor get_listed(const Stack& arguments) {
 }
 
 std::optional<Proposal> index(const Call& call) {
+  if (auto proposal = masked_index(call)) return proposal;
   auto indexing = Indexing::of(call);
   if (!indexing) return std::nullopt;
   const Spec& x = call.tensors[0];
@@ -279,7 +279,7 @@ std::optional<Proposal> index(const Call& call) {
   if (one) {
     const int64_t dim = indexing->dims[0], after = x.ndim() - dim - 1;
     proposal.localize = masked_pick(
-        dim,
+        dim, /*wraps=*/true,
         [after](at::Tensor mask) {
           for (int64_t i = 0; i < after; ++i) mask = mask.unsqueeze(-1);
           return mask;
@@ -289,25 +289,8 @@ std::optional<Proposal> index(const Call& call) {
   return proposal;
 }
 
-/// x[mask] = number
-std::optional<Proposal> masked_number(const Call& call) {
-  const auto items = call.value("indices").toListRef();
-  const bool is_mask =
-      items.size() == 1 && is_index(items[0]) && items[0].toTensor().scalar_type() == at::kBool;
-  if (!is_mask || call.tensors.size() < 2 || call.flag("accumulate")) return std::nullopt;
-  const auto values = call.tensor("values");
-  if (call.tensors[1].shape() != call.tensors[0].shape() || (values && call.tensors[*values].ndim() != 0))
-    return std::nullopt;
-  Proposal proposal;
-  proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-    const at::Tensor mask = get_listed(arguments);
-    return Stack{at::masked_fill(arguments[0].toTensor(), mask, arguments[2].toTensor())};
-  };
-  return proposal;
-}
-
 std::optional<Proposal> index_put(const Call& call) {
-  if (auto proposal = masked_number(call)) return proposal;
+  if (auto proposal = masked_index_put(call)) return proposal;
   auto indexing = Indexing::of(call);
   if (!indexing) return std::nullopt;
   const auto values = call.tensor("values");
@@ -334,7 +317,7 @@ std::optional<Proposal> index_put(const Call& call) {
   einsum.added = {0};
   einsum.ranges = true;
   Proposal proposal{rows(einsum), {{x.shape().vec()}}};
-  if (one) proposal.localize = with_bin(indexing->dims[0], put_listed, get_listed);
+  if (one) proposal.localize = with_bin(indexing->dims[0], /*wraps=*/true, put_listed, get_listed);
   return proposal;
 }
 
@@ -344,7 +327,7 @@ struct HeldPlaces {
   at::Tensor inside, places;  // of each; 0 for those that are elsewhere
 
   HeldPlaces(const at::Tensor& index, const Spec& spec) {
-    at::Tensor rest = Masked(index, 0, spec.numel(), spec.numel(), 0).indices;
+    at::Tensor rest = Masked(index, 0, spec.numel(), spec.numel(), 0, /*wraps=*/true).indices;
     places = at::zeros_like(rest);
     inside = at::ones_like(rest, at::kBool);
     int64_t weight = 1;
@@ -415,85 +398,6 @@ std::optional<Proposal> put(const Call& call) {
   return proposal;
 }
 
-/// How many places of a mask are set: on ranks whose rows come before, and in all.
-struct Count {
-  int64_t before = 0, all = 0;
-};
-
-/// Collective.
-Count count_places(const at::Tensor& mask, const Spec& spec) {
-  const std::vector<int64_t> mesh_dims = mesh_dims_of(spec, 0);
-  const auto coordinates = peers(spec.mesh(), mesh_dims);
-  const auto here = *spec.mesh().get_coordinate();
-  const int64_t mine = mask.size(0) > 0 ? spec.global_offset()[0] : spec.shape()[0];
-  const at::Tensor counts =
-      at::zeros({static_cast<int64_t>(coordinates.size())}, mask.options().dtype(at::kLong));
-  std::vector<int64_t> before;
-  for (size_t i = 0; i < coordinates.size(); ++i) {
-    if (std::equal(here.begin(), here.end(), coordinates[i].begin()))
-      counts.select(0, static_cast<int64_t>(i)).copy_(at::count_nonzero(mask));
-    else if (spec.global_offset(coordinates[i])[0] < mine)
-      before.push_back(static_cast<int64_t>(i));
-  }
-  comm::all_reduce(counts, c10d::ReduceOp::SUM, group_of(spec.mesh(), mesh_dims)).wait();
-  const at::Tensor known = counts.cpu();
-  Count result{0, known.sum().item<int64_t>()};
-  for (const int64_t i : before) result.before += known[i].item<int64_t>();
-  return result;
-}
-
-/// Elements of a tensor that are taken, or put, where a mask is set, in order. Rows may be cut: then ranks
-/// tell each other how many they have. `compute`: with how many there are.
-std::optional<Proposal> in_order_of_mask(
-    const Call& call, std::vector<Result> results, std::vector<Row> rows,
-    const std::function<Stack(Stack arguments, const Count& count)>& compute) {
-  Proposal proposal{std::move(rows), std::move(results)};
-  for (Row& row : proposal.rows) row.ranges = true;
-  proposal.localize = [=, mask = *call.tensor("mask")](const Chosen& chosen) {
-    Local local;
-    const Spec& spec = chosen.inputs[mask];
-    if (mesh_dims_of(spec, 0).empty()) return local;
-    local.communicates = true;
-    local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
-      const Count count = count_places(arguments[1].toTensor(), spec);
-      return compute(std::move(arguments), count);
-    };
-    return local;
-  };
-  return proposal;
-}
-
-std::optional<Proposal> masked_scatter(const Call& call) {
-  const auto self = call.tensor("self"), mask = call.tensor("mask"), source = call.tensor("source");
-  if (!self || !mask || !source) return std::nullopt;
-  const Spec& x = call.tensors[*self];
-  if (x.ndim() == 0 || x.shape() != call.tensors[*mask].shape()) return std::nullopt;
-  return in_order_of_mask(
-      call, {{x.shape().vec()}}, {{{Shard(0), Shard(0), Replicate()}, {Shard(0)}}},
-      [](Stack arguments, const Count& count) {
-        const at::Tensor source = arguments[2].toTensor().flatten();
-        TESSERA_CHECK(count.all <= source.numel(), "masked_scatter: the mask has ", count.all,
-                      " places, but the source only ", source.numel(), " elements.");
-        const at::Tensor mine = source.narrow(0, count.before, source.numel() - count.before);
-        return Stack{at::masked_scatter(arguments[0].toTensor(), arguments[1].toTensor(), mine)};
-      });
-}
-
-std::optional<Proposal> masked_scatter_backward(const Call& call) {
-  const auto gradient = call.tensor("grad_output"), mask = call.tensor("mask");
-  if (!gradient || !mask) return std::nullopt;
-  const Spec& g = call.tensors[*gradient];
-  if (g.ndim() == 0 || g.shape() != call.tensors[*mask].shape()) return std::nullopt;
-  const Shape sizes = call.integers("sizes");
-  return in_order_of_mask(
-      call, {{sizes}}, {{{Shard(0), Shard(0)}, {Partial()}}}, [sizes](Stack arguments, const Count& count) {
-        const at::Tensor taken = at::masked_select(arguments[0].toTensor(), arguments[1].toTensor());
-        const at::Tensor result = at::zeros(sizes, taken.options());
-        result.view({-1}).narrow(0, count.before, taken.numel()).copy_(taken);
-        return Stack{result};
-      });
-}
-
 /// Each element by itself, looked for in another tensor, which is whole.
 std::optional<Proposal> is_in(const Call& call) {
   if (call.tensors.size() != 2) return std::nullopt;
@@ -518,19 +422,14 @@ Table index_rules() {
        index_write_rule(false)},
       {{"take"}, {"any dim cut: P(sum), zeros where a rank has nothing; the index cut", take}},
       {{"put"}, {"any dim of self cut", put}},
-      {{"masked_scatter"}, {"rows cut; ranks tell each other how many places they have", masked_scatter}},
-      {{"masked_scatter_backward"},
-       {"rows cut: P(sum); ranks tell each other how many places they have",
-        masked_scatter_backward,
-        {"sizes"}}},
       {{"isin.Tensor_Tensor"}, {"elements cut, test elements whole", is_in}},
       {{"index.Tensor", "_unsafe_index.Tensor"},
        {"dims without index cut; one indexed dim cut: P(sum), zeros where a rank has nothing; the indices "
-        "cut",
+        "cut; masks as masked_select",
         index,
         {"indices"}}},
-      {{"index_put", "_unsafe_index_put"},
-       {"dims without index cut; one indexed dim cut; what is added cut: P(sum)",
+      {{"index_put", "_unsafe_index_put", "_index_put_impl"},
+       {"dims without index cut; one indexed dim cut; what is added cut: P(sum); masks as masked_scatter",
         index_put,
         {"indices", "accumulate"}}},
   };

@@ -109,7 +109,7 @@ Proposal same_shape(const Call& call, const Shape& whole) {
 
 /// Along one dim that is cut, what changes its rank is sent.
 void exchanged(Proposal& proposal, int64_t dim, std::vector<Stretch> stretches,
-               std::optional<double> fill = {}) {
+               std::optional<at::Scalar> fill = {}) {
   proposal.rows.insert(proposal.rows.begin(), Row{{Shard(dim)}, {Shard(dim)}});
   proposal.localize = [=](const Chosen& chosen) {
     Local local;
@@ -187,14 +187,13 @@ std::optional<Proposal> pad(const Call& call) {
   Einsum einsum{.inputs = {all}, .outputs = {all}};
   if (value.equal(0)) einsum.linear = linear_tensors(call, {{0}});
   Proposal proposal{rows(einsum), {{shape}}};
-  if (whole.size() == 1 && !value.isComplex()) {
+  if (whole.size() == 1) {
     const int64_t dim = whole[0], size = spec.shape()[dim];
     const int64_t before = pads[2 * (spec.ndim() - 1 - dim)];
     const int64_t from = std::max<int64_t>(0, -before), to = std::max<int64_t>(0, before);
     const int64_t count = std::min(size - from, shape[dim] - to);
     exchanged(proposal, dim,
-              count > 0 ? std::vector<Stretch>{{to, 1, from, 1, count}} : std::vector<Stretch>{},
-              value.toDouble());
+              count > 0 ? std::vector<Stretch>{{to, 1, from, 1, count}} : std::vector<Stretch>{}, value);
   }
   return proposal;
 }

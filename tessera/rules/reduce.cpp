@@ -219,25 +219,13 @@ Rule norm_rule(const std::string& order) {
 
 namespace {
 
-/// The dim must be whole; results are like the input, or without the dim.
-Rule whole_dim(size_t results, bool reduces, bool linear = false) {
+/// Values and where they are, both without the dim, which must be whole.
+Rule whole_dim() {
   return {"the dim whole",
-          [=](const Call& call) -> std::optional<Proposal> {
-            const Spec& spec = call.tensors[0];
-            if (reduces) {
-              const auto reduction = Reduction::of(call);
-              if (!reduction) return std::nullopt;
-              return reduced(call, *reduction, std::nullopt, linear, {}, results);
-            }
-            Shape dims = wrapped(call.integers("dim"), spec.ndim());
-            if (spec.ndim() == 0) dims.clear();
-            Proposal proposal =
-                whole_dims(call, dims, std::vector<Result>(results, Result{spec.shape().vec()}));
-            if (linear) {
-              for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
-                proposal.rows.push_back({{Partial(op)}, {Partial(op)}});
-            }
-            return proposal;
+          [](const Call& call) -> std::optional<Proposal> {
+            const auto reduction = Reduction::of(call);
+            if (!reduction) return std::nullopt;
+            return reduced(call, *reduction, std::nullopt, false, {}, 2);
           },
           {"dim", "keepdim"}};
 }
@@ -403,17 +391,13 @@ Table reduce_rules() {
       {{"var_mean.correction"}, variance_rule(false, true)},
       {{"std_mean.correction"}, variance_rule(true, true)},
       {{"logsumexp"}, {"reduced dims cut: by amax, exp and sum", logsumexp, {"dim", "keepdim"}}},
-      {{"argmax", "argmin"}, whole_dim(1, true)},
-      {{"max.dim", "min.dim", "mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim(2, true)},
+      {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim()},
       {{"histc"},
        {"cut: P(sum), between bounds that are given, or found by min and max",
         histogram,
         {"bins", "min", "max"}}},
       {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
       {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
-      {{"cumsum"}, whole_dim(1, false, true)},
-      {{"cumprod", "logcumsumexp", "_logcumsumexp"}, whole_dim(1, false)},
-      {{"cummax", "cummin"}, whole_dim(2, false)},
   };
 }
 

@@ -45,7 +45,8 @@ class Registry {
         {"attention", attention_rules}, {"convolution", convolution_rules},
         {"spatial", spatial_rules},     {"view", view_rules},
         {"join", join_rules},           {"index", index_rules},
-        {"sort", sort_rules},           {"factory", factory_rules},
+        {"select", select_rules},       {"sort", sort_rules},
+        {"scan", scan_rules},           {"factory", factory_rules},
         {"list", list_rules},           {"linalg", linalg_rules},
         {"random", random_rules}};
     for (const auto& [family, table] : tables) {

@@ -83,6 +83,7 @@ struct Result {
 struct Chosen {
   std::vector<Spec> inputs;
   std::vector<Spec> outputs;  // undefined where the shape was not known; dtype: of the first input
+  ShardOrder order = {};      // of the cuts of all
 };
 
 /// From all arguments of an operator to all its results.
@@ -95,6 +96,9 @@ struct Local {
   /// Instead of the operator itself, on local tensors. May communicate, and must say so then.
   Function compute = {};
   bool communicates = false;
+  /// Only it can tell how large the results are, though they are cut: it gives the whole shape of each behind
+  /// all of them.
+  bool sized = false;
   /// What it computes instead writes into the arguments itself that the operator writes into.
   bool writes = false;
   /// Results of a view operator do not share the memory of its input.

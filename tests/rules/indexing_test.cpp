@@ -1,5 +1,7 @@
 // Joining, moving and indexing.
 
+#include <tessera/comm/run.h>
+
 #include "tests/rules/families.h"
 
 namespace tessera {
@@ -34,6 +36,29 @@ TEST_P(Families, Joining) {
     check([](const Tensors& x) { return at::slice_scatter(x[0], x[1], 0, 1, 2); }, {a, numbers({1, 3}, 4)});
     check([](const Tensors& x) { return at::select_scatter(x[0], x[1], 0, 1); }, {a, numbers({3}, 4)});
   }
+}
+TEST(Indexing, NegativeIndicesAreRefusedAsOnOneDevice) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor x = distribute_tensor(numbers({8, 3}), mesh, {Shard(0)});
+    const at::Tensor last = distribute_tensor(at::full({1}, -1), mesh, {Replicate()});
+    const at::Tensor where = distribute_tensor(at::full({1, 3}, -1), mesh, {Replicate()});
+    EXPECT_THROW(at::index_select(x, 0, last), c10::Error);
+    EXPECT_THROW(at::gather(x, 0, where), c10::Error);
+    EXPECT_THROW(at::scatter(x, 0, where, 1.0), c10::Error);
+    EXPECT_THROW(at::index_fill(x, 0, last, 1.0), c10::Error);
+    EXPECT_THROW(at::embedding(x, last), c10::Error);
+    expect_close(DTensor(x.index({last})).full_tensor(), numbers({8, 3}).slice(0, 7), "x[-1]");
+  });
+}
+TEST(Joining, PadsWithAnyNumber) {
+  const int64_t large = (int64_t{1} << 53) + 1;
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor x = distribute_tensor(at::arange(6), mesh, {Shard(0)});
+    expect_close(DTensor(at::constant_pad_nd(x, {1, 2}, large)).full_tensor(),
+                 at::constant_pad_nd(at::arange(6), {1, 2}, large), "pad");
+  });
 }
 TEST_P(Families, Sorting) {
   for (const int64_t dim : {0, 1}) {

@@ -83,15 +83,24 @@ class LocalMap {
       is_identity_ &= taps.size() == 1 && taps[0].place == place;
     }
     is_identity_ &= !weighs_;
-    for (const Places& each : all)
-      terms_.push_back({at::tensor(each.to), at::tensor(each.from), at::tensor(each.weights, at::kDouble)});
+    for (const Places& each : all) {
+      terms_.push_back({at::tensor(each.to), at::tensor(each.from), at::tensor(each.weights, at::kDouble),
+                        static_cast<int64_t>(each.to.size()) == held.size});
+    }
   }
 
   at::Tensor operator()(const at::Tensor& input) const {
     if (is_identity_) return input;
-    at::Tensor result = taken(input, terms_[0].from, terms_[0]);
-    for (const size_t k : c10::irange<size_t>(1, terms_.size()))
-      result.index_add_(dim_, terms_[k].to.to(input.device()), taken(input, terms_[k].from, terms_[k]));
+    at::Tensor result;
+    for (const Term& term : terms_) {
+      const at::Tensor part = weighted(taken(input, term.from), term);
+      if (!result.defined())
+        result = part;
+      else if (term.everywhere)
+        result.add_(part);
+      else
+        result.index_add_(dim_, term.to.to(input.device()), part);
+    }
     return result;
   }
 
@@ -101,8 +110,10 @@ class LocalMap {
     auto shape = gradient.sizes().vec();
     shape[dim_] = needed_;
     at::Tensor result = at::zeros(shape, gradient.options());
-    for (const Term& term : terms_)
-      result.index_add_(dim_, term.from.to(gradient.device()), taken(gradient, term.to, term));
+    for (const Term& term : terms_) {
+      const at::Tensor part = weighted(term.everywhere ? gradient : taken(gradient, term.to), term);
+      result.index_add_(dim_, term.from.to(gradient.device()), part);
+    }
     return result;
   }
 
@@ -110,14 +121,25 @@ class LocalMap {
   /// Taps that different places have: of each, which place, which tap, with what weight.
   struct Term {
     at::Tensor to, from, weights;
+    bool everywhere;  // all places have one, as they all have a first one
   };
 
-  at::Tensor taken(const at::Tensor& tensor, const at::Tensor& places, const Term& term) const {
-    at::Tensor result = tensor.index_select(dim_, places.to(tensor.device()));
-    if (!weighs_) return result;
-    Shape shape(tensor.dim(), 1);
+  at::Tensor along(const at::Tensor& values, const at::Tensor& like) const {
+    Shape shape(like.dim(), 1);
     shape[dim_] = -1;
-    return result.mul_(term.weights.to(tensor.options()).view(shape));
+    return values.to(like.device()).view(shape);
+  }
+
+  at::Tensor taken(const at::Tensor& tensor, const at::Tensor& places) const {
+    if (dim_ < tensor.dim() - 1) return tensor.index_select(dim_, places.to(tensor.device()));
+    // The same, but several times as fast along the last dim.
+    auto shape = tensor.sizes().vec();
+    shape[dim_] = places.numel();
+    return tensor.gather(dim_, along(places, tensor).expand(shape));
+  }
+
+  at::Tensor weighted(const at::Tensor& values, const Term& term) const {
+    return weighs_ ? at::mul(values, along(term.weights.to(values.scalar_type()), values)) : values;
   }
 
   int64_t dim_, needed_;

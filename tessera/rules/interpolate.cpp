@@ -11,7 +11,8 @@ namespace tessera::rules {
 
 namespace {
 
-/// How places between those of the input are filled. Smooth ones are those against aliasing.
+/// How places between those of the input are filled. Smooth ones, the last, are those
+/// against aliasing.
 enum class Filter { nearest, nearest_exact, linear, cubic, smooth_linear, smooth_cubic, smooth_lanczos };
 
 /// One dim of a call.

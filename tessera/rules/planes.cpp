@@ -71,6 +71,7 @@ class LocalMap {
       std::vector<double> weights;
     };
     std::vector<Places> all;  // of the first taps, of the second ones, ...
+    bool weighs = false;
     for (const int64_t place : c10::irange(held.offset, held.end())) {
       const Taps taps = map.taps(place);
       if (taps.size() > all.size()) all.resize(taps.size());
@@ -78,14 +79,15 @@ class LocalMap {
         all[k].to.push_back(place - held.offset);
         all[k].from.push_back(taps[k].place - needed.offset);
         all[k].weights.push_back(taps[k].weight);
-        weighs_ |= taps[k].weight != 1;
+        weighs |= taps[k].weight != 1;
       }
       is_identity_ &= taps.size() == 1 && taps[0].place == place;
     }
-    is_identity_ &= !weighs_;
+    is_identity_ &= !weighs;
     for (const Places& each : all) {
-      terms_.push_back({at::tensor(each.to), at::tensor(each.from), at::tensor(each.weights, at::kDouble),
-                        static_cast<int64_t>(each.to.size()) == held.size});
+      Term& term = terms_.emplace_back(at::tensor(each.from));
+      if (static_cast<int64_t>(each.to.size()) < held.size) term.to = at::tensor(each.to);
+      if (weighs) term.weights = at::tensor(each.weights, at::kDouble);
     }
   }
 
@@ -95,11 +97,11 @@ class LocalMap {
     for (const Term& term : terms_) {
       const at::Tensor part = weighted(taken(input, term.from), term);
       if (!result.defined())
-        result = part;
-      else if (term.everywhere)
-        result.add_(part);
-      else
+        result = part;  // all places have a first tap
+      else if (term.to.defined())
         result.index_add_(dim_, term.to.to(input.device()), part);
+      else
+        result.add_(part);
     }
     return result;
   }
@@ -111,17 +113,18 @@ class LocalMap {
     shape[dim_] = needed_;
     at::Tensor result = at::zeros(shape, gradient.options());
     for (const Term& term : terms_) {
-      const at::Tensor part = weighted(term.everywhere ? gradient : taken(gradient, term.to), term);
+      const at::Tensor part = weighted(term.to.defined() ? taken(gradient, term.to) : gradient, term);
       result.index_add_(dim_, term.from.to(gradient.device()), part);
     }
     return result;
   }
 
  private:
-  /// Taps that different places have: of each, which place, which tap, with what weight.
+  /// Taps that different places have.
   struct Term {
-    at::Tensor to, from, weights;
-    bool everywhere;  // all places have one, as they all have a first one
+    at::Tensor from;          // which
+    at::Tensor to = {};       // whose; undefined: all places have one
+    at::Tensor weights = {};  // undefined: 1
   };
 
   at::Tensor along(const at::Tensor& values, const at::Tensor& like) const {
@@ -139,11 +142,12 @@ class LocalMap {
   }
 
   at::Tensor weighted(const at::Tensor& values, const Term& term) const {
-    return weighs_ ? at::mul(values, along(term.weights.to(values.scalar_type()), values)) : values;
+    return term.weights.defined() ? at::mul(values, along(term.weights.to(values.scalar_type()), values))
+                                  : values;
   }
 
   int64_t dim_, needed_;
-  bool is_identity_, weighs_ = false;
+  bool is_identity_;
   std::vector<Term> terms_;
 };
 
@@ -173,17 +177,22 @@ struct SeparablePart {
     if (halos.idle()) return at::empty(result_shape, input.options());
     if (!copies) x = x.to(at::toOpMathType(x.scalar_type()));
     for (const LocalMap& map : maps) x = map(x);
-    return x.to(input.scalar_type());
+    return fresh(x, input);
   }
 
   at::Tensor backward(const at::Tensor& gradient) const {
     at::Tensor x = gradient.to(at::toOpMathType(gradient.scalar_type()));
     if (halos.idle()) x = at::zeros(halos.shaped(at::empty({1}).expand(input_shape)).sizes(), x.options());
     for (auto map = maps.rbegin(); map != maps.rend(); ++map) x = map->transposed(x);
-    return halos.give_back(x).to(gradient.scalar_type());
+    return fresh(halos.give_back(x), gradient);
   }
 
  private:
+  /// What was made of a tensor, in its dtype; never that tensor itself.
+  static at::Tensor fresh(const at::Tensor& made, const at::Tensor& of) {
+    return made.is_same(of) ? made.clone() : made.to(of.scalar_type());
+  }
+
   static int64_t first(const Spec& input, const std::vector<LinearMap>& all) {
     return input.ndim() - static_cast<int64_t>(all.size());
   }

@@ -167,6 +167,19 @@ TEST_P(Spatial, Padding) {
   check([](const Tensors& x) { return at::replication_pad2d(x[0], {1, 1, -1, 2}); }, {numbers({2, 2, 5, 3})});
 }
 
+/// Where nothing is to be done, the result is a copy all the same.
+TEST(Interpolation, ResultsAreNew) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DTensor x = distribute_tensor(numbers({1, 2, 8, 4}), mesh, {Shard(kHeight)}, std::nullopt);
+    const at::Tensor before = x.full_tensor();
+    for (const Filter& filter : filters()) filter.forward(x, {8, 4}, false, {}, {}).fill_(7);
+    for (const Filter& filter : filters()) filter.backward(x, {8, 4}, {1, 2, 8, 4}, false, {}, {}).fill_(7);
+    at::replication_pad2d(x, {0, 0, 0, 0}).fill_(7);
+    EXPECT_TRUE(at::equal(x.full_tensor(), before));
+  });
+}
+
 /// Less than half of what gathering the image moves, and the result stays cut.
 TEST(Interpolation, MovesHalosOnly) {
   std::vector<Function> functions{

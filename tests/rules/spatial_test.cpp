@@ -181,6 +181,7 @@ TEST_P(Spatial, AdaptivePool) {
   }
   check([](const Tensors& x) { return at::adaptive_avg_pool1d(x[0], 4); }, {numbers({2, 2, 9})});
   check([](const Tensors& x) { return std::get<0>(at::adaptive_max_pool1d(x[0], 4)); }, {numbers({2, 2, 9})});
+  check([](const Tensors& x) { return at::adaptive_avg_pool2d(x[0], {3, 4}); }, {numbers({2, 7, 6})});
   // Equal values, infinite ones and those that are no numbers.
   at::Tensor odd = at::zeros({1, 2, 7, 5});
   check(

@@ -31,6 +31,8 @@ Table scan_rules();
 Table sort_rules();
 Table convolution_rules();
 Table spatial_rules();
+Table pooling_rules();
+Table interpolate_rules();
 Table attention_rules();
 Table linalg_rules();
 Table random_rules();

@@ -43,6 +43,7 @@ class Registry {
         {"reduce", reduce_rules},       {"normalize", normalize_rules},
         {"loss", loss_rules},           {"embedding", embedding_rules},
         {"attention", attention_rules}, {"convolution", convolution_rules},
+        {"pooling", pooling_rules},     {"interpolate", interpolate_rules},
         {"spatial", spatial_rules},     {"view", view_rules},
         {"join", join_rules},           {"index", index_rules},
         {"select", select_rules},       {"sort", sort_rules},

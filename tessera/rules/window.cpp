@@ -68,10 +68,10 @@ at::Tensor Halo::give_back(const at::Tensor& needed) const {
   return result;
 }
 
-Halos::Halos(const Spec& input, const Spec& result, const std::vector<int64_t>& dims,
-             const std::vector<Reach>& reach) {
-  for (const size_t i : c10::irange(dims.size())) {
-    if (!mesh_dims_of(input, dims[i]).empty()) halos_.emplace_back(input, result, dims[i], reach[i]);
+Halos::Halos(const Spec& input, const Spec& result, int64_t first, const std::vector<Reach>& reach) {
+  for (const size_t i : c10::irange(reach.size())) {
+    const int64_t dim = first + static_cast<int64_t>(i);
+    if (!mesh_dims_of(input, dim).empty()) halos_.emplace_back(input, result, dim, reach[i]);
   }
 }
 

@@ -56,9 +56,8 @@ class Halo {
 /// The halos of several dims.
 class Halos {
  public:
-  /// Of those of the dims that are cut. `reach`: of each dim.
-  Halos(const Spec& input, const Spec& result, const std::vector<int64_t>& dims,
-        const std::vector<Reach>& reach);
+  /// Of those that are cut of the dims from `first` on. `reach`: of each of these.
+  Halos(const Spec& input, const Spec& result, int64_t first, const std::vector<Reach>& reach);
 
   bool empty() const { return halos_.empty(); }
   bool communicates() const;

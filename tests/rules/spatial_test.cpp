@@ -1,9 +1,9 @@
-// Convolution and pooling of images whose spatial dims are cut: by halos, against one device.
+// Convolution and pooling of images whose spatial dims are cut: by halos, against one device. Interpolation
+// and padding: interpolate_test.cpp.
 
-#include <tessera/comm/run.h>
+#include "tests/rules/spatial.h"
+
 #include <tessera/dispatch/cache.h>
-
-#include "tests/rules/families.h"
 
 namespace tessera {
 namespace {
@@ -12,22 +12,7 @@ using namespace testing;
 
 constexpr int64_t kBatch = 0, kHeight = 2;
 
-/// All images with every placement, other tensors replicated; on meshes of one and of two dims.
-class Spatial : public ::testing::TestWithParam<std::vector<int64_t>> {
- protected:
-  static void check(const Function& function, const Tensors& inputs, size_t images = 1) {
-    run(c10::multiply_integers(GetParam()), [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, GetParam());
-      for (const Placements& placed : all_placements(mesh.ndim(), inputs[0].dim(), false)) {
-        std::vector<Placements> placements(inputs.size(), Placements(mesh.ndim(), Replicate()));
-        for (size_t i = 0; i < images; ++i) placements[i] = placed;
-        compare(function, inputs, mesh, placements);
-      }
-    });
-  }
-};
-INSTANTIATE_TEST_SUITE_P(Meshes, Spatial,
-                         ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
+INSTANTIATE_TEST_SUITE_P(Meshes, Spatial, kSpatialMeshes);
 
 struct Window {
   int64_t kernel, stride, padding, dilation;
@@ -173,41 +158,51 @@ TEST_P(Spatial, AvgPool) {
 }
 
 TEST_P(Spatial, AdaptivePool) {
-  for (const std::vector<int64_t>& size : {std::vector<int64_t>{4, 2}, {8, 3}, {3, 2}, {1, 1}}) {
+  // Windows that are even, that overlap, that are more than there are places; less of them than ranks.
+  for (const std::vector<int64_t>& size :
+       {std::vector<int64_t>{4, 2}, {8, 3}, {3, 2}, {5, 4}, {7, 5}, {11, 1}, {1, 7}}) {
+    const at::Tensor image = numbers({2, 2, 8, 6}) * 100 + at::arange(192).view({2, 2, 8, 6});
     check([=](const Tensors& x) { return at::adaptive_avg_pool2d(x[0], size); }, {numbers({2, 2, 8, 6})});
-    check([=](const Tensors& x) { return std::get<0>(at::adaptive_max_pool2d(x[0], size)); },
-          {numbers({2, 2, 8, 6})});
+    check([=](const Tensors& x) { return std::get<0>(at::adaptive_max_pool2d(x[0], size)); }, {image});
+    check([=](const Tensors& x) { return std::get<1>(at::adaptive_max_pool2d(x[0], size)).to(at::kFloat); },
+          {image});
   }
   check(
       [](const Tensors& x) {
         return at::adaptive_avg_pool3d(x[0], {2, 2, 3});
       },
       {numbers({1, 2, 4, 2, 6})});
-}
-
-TEST_P(Spatial, Upsampling) {
-  const at::Tensor image = numbers({2, 2, 5, 3});
-  for (const std::vector<int64_t>& size : {std::vector<int64_t>{10, 9}, {5, 6}, {7, 3}}) {
-    check([=](const Tensors& x) { return at::upsample_nearest2d(x[0], size); }, {image});
-    check([=](const Tensors& x) { return at::_upsample_nearest_exact2d(x[0], size); }, {image});
+  const at::Tensor space = numbers({1, 2, 5, 3, 7}) * 100 + at::arange(210).view({1, 2, 5, 3, 7});
+  for (const std::vector<int64_t>& size : {std::vector<int64_t>{3, 2, 4}, {7, 1, 5}}) {
+    check([=](const Tensors& x) { return at::adaptive_avg_pool3d(x[0], size); }, {space * 0.01});
+    check([=](const Tensors& x) { return std::get<0>(at::adaptive_max_pool3d(x[0], size)); }, {space});
+    check([=](const Tensors& x) { return std::get<1>(at::adaptive_max_pool3d(x[0], size)).to(at::kFloat); },
+          {space});
   }
-  check([](const Tensors& x) { return at::upsample_nearest1d(x[0], at::IntArrayRef{12}, 3.0); },
-        {numbers({2, 2, 4})});
-  check([](const Tensors& x) { return at::upsample_nearest1d(x[0], at::IntArrayRef{12}, 2.9); },
-        {numbers({2, 2, 4})});
-  check([](const Tensors& x) { return at::upsample_nearest3d(x[0], {4, 2, 6}); }, {numbers({1, 2, 2, 2, 3})});
+  check([](const Tensors& x) { return at::adaptive_avg_pool1d(x[0], 4); }, {numbers({2, 2, 9})});
+  check([](const Tensors& x) { return std::get<0>(at::adaptive_max_pool1d(x[0], 4)); }, {numbers({2, 2, 9})});
+  check([](const Tensors& x) { return at::adaptive_avg_pool2d(x[0], {3, 4}); }, {numbers({2, 7, 6})});
+  // Equal values, infinite ones and those that are no numbers.
+  at::Tensor odd = at::zeros({1, 2, 7, 5});
+  check(
+      [](const Tensors& x) {
+        return std::get<1>(at::adaptive_max_pool2d(x[0], {4, 3})).to(at::kFloat);
+      },
+      {odd});
+  odd.index_put_({0, 0, 3, 2}, std::numeric_limits<float>::infinity());
+  check([](const Tensors& x) { return at::adaptive_avg_pool2d(x[0].detach(), {4, 3}); }, {odd});
+  odd.index_put_({0, 1, 2, 1}, std::numeric_limits<float>::quiet_NaN());
+  check(
+      [](const Tensors& x) {
+        return std::get<1>(at::adaptive_max_pool2d(x[0], {4, 3})).to(at::kFloat);
+      },
+      {odd});
 }
 
 TEST_P(Spatial, Rearrangements) {
   const at::Tensor image = numbers({3, 8, 4, 6});
   check([](const Tensors& x) { return at::pixel_shuffle(x[0], 2); }, {image});
   check([](const Tensors& x) { return at::pixel_unshuffle(x[0], 2); }, {image});
-  check([](const Tensors& x) { return at::im2col(x[0], {2, 3}, {1, 1}, {1, 0}, {2, 1}); }, {image});
-  check(
-      [](const Tensors& x) {
-        return at::col2im(x[0], {4, 5}, {2, 2}, {1, 1}, {0, 0}, {1, 1});
-      },
-      {numbers({3, 8, 12})});
   check([](const Tensors& x) { return x[0].unfold(2, 3, 1) * 2; }, {image});
   check([](const Tensors& x) { return at::channel_shuffle(x[0], 2); }, {image});
   check([](const Tensors& x) { return at::diag_embed(x[0].select(1, 0), 1, 0); }, {image});
@@ -219,6 +214,29 @@ TEST_P(Spatial, Rearrangements) {
       {image});
   check([](const Tensors& x) { return at::grid_sampler(x[0], x[1], 0, 0, false); },
         {image * 0.1, numbers({3, 5, 2, 2}, 1) * 0.19}, 2);
+}
+
+TEST_P(Spatial, Columns) {
+  for (const Window& w : {Window{2, 2, 0, 1}, {3, 1, 1, 1}, {2, 1, 0, 1}, {3, 2, 2, 2}}) {
+    for (const int64_t size : {8, 5}) {
+      check(
+          [=](const Tensors& x) {
+            return at::im2col(x[0], {w.kernel, 2}, {w.dilation, 1}, {w.padding, 1}, {w.stride, 1});
+          },
+          {numbers({2, 4, size, 3})});
+      const int64_t rows = (size + 2 * w.padding - w.dilation * (w.kernel - 1) - 1) / w.stride + 1;
+      check(
+          [=](const Tensors& x) {
+            return at::col2im(x[0], {size, 3}, {w.kernel, 2}, {w.dilation, 1}, {w.padding, 1}, {w.stride, 1});
+          },
+          {numbers({2, 8 * w.kernel, rows * 4})});
+    }
+  }
+  check(
+      [](const Tensors& x) {
+        return at::im2col(x[0], {2, 3}, {1, 1}, {1, 0}, {2, 1});
+      },
+      {numbers({8, 6, 4})});
 }
 
 /// What is not moved: anything where windows end with what a rank holds; more than the halo elsewhere.
@@ -257,6 +275,10 @@ TEST(SpatialCommunication, HalosKeepTheCut) {
     const at::Tensor w = distribute_tensor(numbers({3, 2, 3, 3}), mesh, {Replicate()}, std::nullopt);
     EXPECT_EQ(DTensor(at::conv2d(x, w, {}, 1, 1)).placements(), Placements{Shard(kHeight)});
     EXPECT_EQ(DTensor(at::max_pool2d(x, 3, 1, 1)).placements(), Placements{Shard(kHeight)});
+    const DTensor columns(at::im2col(x, {3, 3}, {1, 1}, {1, 1}, {1, 1}));
+    EXPECT_EQ(columns.placements(), Placements{Shard(2)});
+    EXPECT_EQ(DTensor(at::col2im(columns, {16, 5}, {3, 3}, {1, 1}, {1, 1}, {1, 1})).placements(),
+              Placements{Shard(kHeight)});
     EXPECT_FALSE(fallback_counts().contains("aten::convolution"));
     EXPECT_FALSE(fallback_counts().contains("aten::max_pool2d_with_indices"));
     const ImplicitCommunicationGuard none(ImplicitCommunication::forbidden);

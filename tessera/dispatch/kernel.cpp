@@ -936,6 +936,19 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, c
   return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
 }
 
+/// libtorch adds to zeros in place, which are whole and would have to stay so.
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes, int64_t dim,
+                                 const at::Tensor& index) {
+  return grad.new_zeros_symint(sizes).index_add(dim, index, grad);
+}
+
+/// Likewise.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, int64_t dim,
+                           const at::Tensor& index, bool sparse_grad) {
+  if (sparse_grad) return at::_gather_sparse_backward(self, dim, index, grad);
+  return grad.new_zeros_symint(self.sym_sizes()).scatter_add(dim, index, grad);
+}
+
 bool has_out(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
@@ -969,6 +982,8 @@ class Registration {
     all_.fallback(torch::autograd::basicAutogradNotImplementedFallback());
     aten_.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
     aten_.impl("cummaxmin_backward", cummaxmin_backward);
+    aten_.impl("index_select_backward", index_select_backward);
+    aten_.impl("gather_backward", gather_backward);
   }
 
   /// Operators that were registered after us may have kernels that would be preferred to our fallback.

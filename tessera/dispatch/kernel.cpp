@@ -291,10 +291,11 @@ class OperatorCall {
     }
     const rules::Decision& decision = recipe_->decision;
     if (recipe_->is_special) [[unlikely]] {
-      if (decision.decompose || (decision.has_local && writes() && !decision.local.writes)) {
+      const bool by_functional = writes() && !decision.local.writes;
+      if (decision.decompose || (decision.has_local && by_functional)) {
         restore();
         const Part part(kernel_.name_);
-        return writes() ? run_functional() : replace(decision.decompose);
+        return by_functional ? run_functional() : replace(decision.decompose);
       }
       if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
         report("has to move data between ranks");
@@ -602,7 +603,7 @@ class OperatorCall {
     call.readable = &resolved_.rule->reads;
     auto decision = rules::choose(*resolved_.rule, call, returned);
     // To compute otherwise and to write the result needs an operator that returns it.
-    if (decision && (decision->decompose || (decision->has_local && !decision->local.writes)) && writes() &&
+    if (decision && (decision->decompose || decision->has_local) && writes() && !decision->local.writes &&
         !kernel_.functional())
       return std::nullopt;
     return decision;

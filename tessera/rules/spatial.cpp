@@ -48,6 +48,25 @@ Rule planes(int64_t inner, size_t results, bool backward, bool linear = false) {
           {"input_size"}};
 }
 
+/// Windows that numbers of each plane place: `samples`, which always have a batch.
+Rule fractional_pool(int64_t inner) {
+  return {"cut along batch and channels", [inner](const Call& call) -> std::optional<Proposal> {
+            const auto self = call.tensor("self"), samples = call.tensor("random_samples");
+            if (!self || !samples) return std::nullopt;
+            const Spec& x = call.tensors[*self];
+            const int64_t outer = x.ndim() - inner;
+            if (outer < 1 || outer > 2 || x.numel() == 0 || call.tensors[*samples].ndim() != 3)
+              return std::nullopt;
+            Shape shape = x.shape().vec();
+            std::fill(shape.begin() + outer, shape.end(), kLocal);
+            Proposal proposal{{}, {{shape}, {shape}}};
+            // There may be no batch, but there must be channels.
+            proposal.rows.push_back({{Shard(outer - 1), Shard(1)}, {Shard(outer - 1)}, shape[outer - 1]});
+            if (outer == 2) proposal.rows.push_back({{Shard(0), Shard(0)}, {Shard(0)}});
+            return proposal;
+          }};
+}
+
 /// A call of a pooling operator: its windows in the last dims, which are the spatial ones.
 struct Pool {
   size_t self = 0;    // number of the input among the tensors
@@ -548,6 +567,10 @@ Table spatial_rules() {
       {{"upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward"}, nearest_rule(2, kBackward)},
       {{"upsample_nearest3d", "_upsample_nearest_exact3d"}, nearest_rule(3, kForward)},
       {{"upsample_nearest3d_backward", "_upsample_nearest_exact3d_backward"}, nearest_rule(3, kBackward)},
+      {{"fractional_max_pool2d"}, fractional_pool(2)},
+      {{"fractional_max_pool3d"}, fractional_pool(3)},
+      {{"fractional_max_pool2d_backward"}, planes(2, 1, kBackward)},
+      {{"fractional_max_pool3d_backward"}, planes(3, 1, kBackward)},
       {{"max_unpool2d"}, planes(2, 1, kForward)},
       {{"max_unpool3d"}, planes(3, 1, kForward)},
       {{"channel_shuffle"},

@@ -98,27 +98,34 @@ std::optional<Proposal> least_squares(const Call& call) {
   // Then there are residuals if all matrices, of all ranks, have full rank.
   if (m > n && by_values) return std::nullopt;
 
+  constexpr char kColumn = 'K';
   const Letters batch = identity(outer);
   Proposal proposal;
   Einsum einsum{.inputs = {batch, batch}, .outputs = {}};
   for (size_t i = 0; i < 2; ++i) einsum.inputs[i].resize(call.tensors[i].ndim(), kWhole);
   // Contracted are the batch dims of results that are not there.
   einsum.contracted = Replicate();
-  auto add = [&](bool there, const Shape& inner) {
+  auto add = [&](bool there, const Shape& inner, bool has_columns = false) {
     einsum.outputs.push_back(there ? batch : Letters());
     Shape shape = there ? a.shape().slice(0, outer).vec() : Shape();
     shape.insert(shape.end(), inner.begin(), inner.end());
     einsum.outputs.back().resize(shape.size(), kWhole);
+    if (there && has_columns) einsum.outputs.back().back() = kColumn;
     proposal.results.push_back({std::move(shape)});
   };
   const int64_t columns = is_vector ? 1 : b.shape().back();
+  if (!is_vector) einsum.inputs[1].back() = kColumn;
   const Shape none{0};
   const bool has_residuals = m > n && driver == "gels", has_ranks = driver != "gels";
-  add(true, is_vector ? Shape{n} : Shape{n, columns});
-  add(has_residuals, has_residuals ? Shape{columns} : none);
+  add(true, is_vector ? Shape{n} : Shape{n, columns}, !is_vector);
+  add(has_residuals, has_residuals ? Shape{columns} : none, !is_vector);
   add(has_ranks, has_ranks ? Shape{} : none);
   add(by_values, by_values ? Shape{std::min(m, n)} : none);
   proposal.rows = rows(einsum);
+  // A rank must have a column.
+  for (Row& row : proposal.rows) {
+    if (row.inputs[0].is_replicate()) row.divisor = columns;
+  }
   return proposal;
 }
 
@@ -255,7 +262,10 @@ Table linalg_rules() {
       {{"_linalg_eigh"}, batched(no_vectors, {"compute_v"})},
       {{"linalg_qr"}, batched(no_q, {"mode"})},
       {{"linalg_pinv.atol_rtol_tensor"}, {"cut along the dims before the last two", pseudoinverse}},
-      {{"linalg_lstsq"}, {"cut along the dims before the last two", least_squares, {"driver"}}},
+      {{"linalg_lstsq"},
+       {"cut along the dims before the last two, and evenly along the right sides",
+        least_squares,
+        {"driver"}}},
       {{"linalg_cross"}, {"ab.,ab.->ab., the dim whole", cross, {"dim"}}},
       {{"_fft_c2c", "_fft_r2c", "_fft_c2r"}, {"transformed dims whole", fourier, {"dim"}}},
       {{"_linalg_check_errors"}, {"cut: each rank looks at its own", check_errors}},

@@ -196,7 +196,7 @@ TEST_P(ByRule, LinearAlgebra) {
             {a, numbers({size, 4}, 1)});
     }
     check([](const Tensors& x) { return std::get<1>(at::linalg_lstsq(x[0], x[1], {}, "gels")); },
-          {a, numbers({size, 4, 2}, 1)});
+          {a, numbers({size, 4, 4}, 1)});
     check([](const Tensors& x) { return std::get<2>(at::linalg_lstsq(x[0], x[1], {})).to(at::kFloat); },
           {a, numbers({size, 4, 2}, 1)});
     check([](const Tensors& x) { return std::get<3>(at::linalg_lstsq(x[0].mT(), x[1], {}, "gelsd")); },

@@ -84,7 +84,9 @@ class Recorder(TorchDispatchMode):
         known = self.calls[call.name]
         if has_rule and len(known) < self.limit and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags:
             tensors = call.tensors()
-            usable = tensors and all(t.layout is torch.strided and not t.is_quantized and t.numel() <= 4096 for t in tensors)
+            # A mode sees a number where the operator got it as a tensor; only tensors can be given back to it.
+            unwrapped = any(isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float, complex)) for argument, value in zip(op._schema.arguments, args))
+            usable = tensors and not unwrapped and all(t.layout is torch.strided and not t.is_quantized and t.numel() <= 4096 for t in tensors)
             signature = tuple((tuple(t.shape), t.dtype) for t in tensors) + (str([x for x in pytree.tree_leaves((args, kwargs)) if not is_placed(x)]),)
             if usable and signature not in known:
                 known[signature] = call.with_tensors([t.detach().clone() for t in tensors])

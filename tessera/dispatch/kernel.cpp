@@ -291,10 +291,11 @@ class OperatorCall {
     }
     const rules::Decision& decision = recipe_->decision;
     if (recipe_->is_special) [[unlikely]] {
-      if (decision.decompose || (decision.has_local && writes() && !decision.local.writes)) {
+      const bool by_functional = writes() && !decision.local.writes;
+      if (decision.decompose || (decision.has_local && by_functional)) {
         restore();
         const Part part(kernel_.name_);
-        return writes() ? run_functional() : replace(decision.decompose);
+        return by_functional ? run_functional() : replace(decision.decompose);
       }
       if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
         report("has to move data between ranks");
@@ -604,7 +605,7 @@ class OperatorCall {
     call.readable = &resolved_.rule->reads;
     auto decision = rules::choose(*resolved_.rule, call, returned);
     // To compute otherwise and to write the result needs an operator that returns it.
-    if (decision && (decision->decompose || (decision->has_local && !decision->local.writes)) && writes() &&
+    if (decision && (decision->decompose || decision->has_local) && writes() && !decision->local.writes &&
         !kernel_.functional())
       return std::nullopt;
     return decision;
@@ -948,6 +949,19 @@ at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, c
   return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
 }
 
+/// libtorch adds to zeros in place, which are whole and would have to stay so.
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes, int64_t dim,
+                                 const at::Tensor& index) {
+  return grad.new_zeros_symint(sizes).index_add(dim, index, grad);
+}
+
+/// Likewise.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, int64_t dim,
+                           const at::Tensor& index, bool sparse_grad) {
+  if (sparse_grad) return at::_gather_sparse_backward(self, dim, index, grad);
+  return grad.new_zeros_symint(self.sym_sizes()).scatter_add(dim, index, grad);
+}
+
 bool has_out(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
@@ -981,6 +995,8 @@ class Registration {
     all_.fallback(torch::autograd::basicAutogradNotImplementedFallback());
     aten_.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
     aten_.impl("cummaxmin_backward", cummaxmin_backward);
+    aten_.impl("index_select_backward", index_select_backward);
+    aten_.impl("gather_backward", gather_backward);
   }
 
   /// Operators that were registered after us may have kernels that would be preferred to our fallback.

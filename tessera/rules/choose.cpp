@@ -209,6 +209,7 @@ std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::Arra
   if (proposal->decompose) {
     Decision decision;
     decision.decompose = std::move(proposal->decompose);
+    decision.local.writes = proposal->writes;
     return decision;
   }
   return Choice(call, *proposal, returned).decide();

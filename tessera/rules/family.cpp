@@ -73,9 +73,16 @@ Stack call_operator(const c10::OperatorHandle& op, Stack arguments) {
 
 Function composite() {
   return [](const c10::OperatorHandle& op, Stack arguments) {
-    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, arguments);
+    constexpr auto usual = c10::DispatchKey::CompositeExplicitAutograd;
+    op.callBoxedForDispatchKey(
+        op.hasKernelForDispatchKey(usual) ? usual : c10::DispatchKey::CompositeExplicitAutogradNonFunctional,
+        arguments);
     return arguments;
   };
+}
+
+Rule composed(std::string text) {
+  return {std::move(text), [](const Call&) { return std::optional(Proposal{{}, {}, {}, composite()}); }};
 }
 
 std::function<Local(const Chosen&)> with_local_sizes(size_t position) {

@@ -87,6 +87,8 @@ Stack call_operator(const c10::OperatorHandle& op, Stack arguments);
 
 /// The operator's composite kernel, on the distributed tensors themselves.
 Function composite();
+/// The rule of operators that are computed so. `text`: by which operators.
+Rule composed(std::string text);
 
 /// A local result for each position, from the global sizes of an output.
 std::function<Local(const Chosen&)> with_local_sizes(size_t position);

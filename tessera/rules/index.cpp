@@ -54,20 +54,38 @@ std::function<Local(const Chosen&)> masked_pick(
   };
 }
 
+/// The letter of the one dim of an index: `letter`, but of an index that is a number, and stands for a dim of
+/// size 1. Nothing if it has more dims.
+std::optional<char> index_letter(const Call& call, char letter) {
+  const auto index = call.tensor("index");
+  const int64_t ndim = index ? call.tensors[*index].ndim() : 0;
+  if (ndim > 1) return std::nullopt;
+  return ndim == 1 ? letter : kWhole;
+}
+
+/// The letters of the index itself, if it is among the tensors.
+void add_index(const Call& call, char letter, Einsum& einsum) {
+  if (const auto index = call.tensor("index"))
+    einsum.inputs.emplace_back(call.tensors[*index].ndim(), letter);
+}
+
 std::optional<Proposal> index_select(const Call& call) {
   const auto self = call.tensor("self"), index = call.tensor("index");
-  if (!self || !index) return std::nullopt;
-  const Spec &x = call.tensors[*self], &i = call.tensors[*index];
-  if (x.ndim() == 0 || i.ndim() != 1) return std::nullopt;
+  const auto letter = index_letter(call, 'z');
+  if (!self || !letter) return std::nullopt;
+  const Spec& x = call.tensors[*self];
+  // A number is whole.
+  if (x.ndim() == 0) return Proposal{{}, {{Shape()}}};
   const int64_t dim = wrapped(call.integer("dim"), x.ndim());
   Letters output = identity(x.ndim());
   const Letters input = output;
-  output[dim] = 'z';
-  Einsum einsum{.inputs = {input, {'z'}}, .outputs = {output}, .contracted = picked(x)};
+  output[dim] = *letter;
+  Einsum einsum{.inputs = {input}, .outputs = {output}, .contracted = picked(x)};
+  add_index(call, *letter, einsum);
   einsum.linear = linear_tensors(call, {{0}});
   einsum.ranges = true;
   Shape shape = x.shape().vec();
-  shape[dim] = i.shape()[0];
+  shape[dim] = index ? call.tensors[*index].numel() : 1;
   Proposal proposal{rows(einsum), {{shape}}};
   proposal.localize = masked_pick(
       dim, /*wraps=*/false,
@@ -176,18 +194,20 @@ Rule index_write_rule(bool adds) {
   return {adds ? "the dim of self cut, or of what is added: P(sum); others cut alike"
                : "the dim of self cut; others cut alike",
           [adds](const Call& call) -> std::optional<Proposal> {
-            const auto self = call.tensor("self"), index = call.tensor("index"),
-                       source = call.tensor("source");
-            if (!self || !index) return std::nullopt;
-            const Spec &x = call.tensors[*self], &i = call.tensors[*index];
-            if (x.ndim() == 0 || i.ndim() != 1) return std::nullopt;
+            const auto self = call.tensor("self"), source = call.tensor("source");
+            const auto letter = index_letter(call, adds ? 'z' : kWhole);
+            if (!self || !letter) return std::nullopt;
+            const Spec& x = call.tensors[*self];
+            // A number is whole.
+            if (x.ndim() == 0) return Proposal{{}, {{Shape()}}};
             if (call.position("source") && !source) return std::nullopt;
             if (source && call.tensors[*source].ndim() != x.ndim()) return std::nullopt;
             const int64_t dim = wrapped(call.integer("dim"), x.ndim());
             Letters of_self = identity(x.ndim()), of_source = of_self;
             of_self[dim] = 'x';
-            of_source[dim] = adds ? 'z' : kWhole;
-            Einsum einsum{.inputs = {of_self, {of_source[dim]}}, .outputs = {of_self}};
+            of_source[dim] = *letter;
+            Einsum einsum{.inputs = {of_self}, .outputs = {of_self}};
+            add_index(call, *letter, einsum);
             if (source) einsum.inputs.push_back(of_source);
             for (size_t extra = einsum.inputs.size(); extra < call.tensors.size(); ++extra)
               einsum.inputs.emplace_back(call.tensors[extra].ndim(), kWhole);
@@ -432,6 +452,8 @@ Table index_rules() {
        {"dims without index cut; one indexed dim cut; what is added cut: P(sum); masks as masked_scatter",
         index_put,
         {"indices", "accumulate"}}},
+      {{"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"},
+       composed("by clamp, index and masked_fill")},
   };
 }
 

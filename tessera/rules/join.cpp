@@ -214,10 +214,67 @@ std::optional<Proposal> repeat(const Call& call) {
   return moved(input, output, {shape});
 }
 
+/// As rows of blocks, each between zeros.
+Stack block_diagonal(const c10::OperatorHandle&, Stack arguments) {
+  std::vector<at::Tensor> blocks = arguments[0].toTensorVector();
+  int64_t columns = 0, before = 0;
+  for (at::Tensor& block : blocks) {
+    if (block.dim() < 2) block = block.view({1, block.numel()});
+    columns += block.size(1);
+  }
+  for (at::Tensor& block : blocks) {
+    const int64_t width = block.size(1);
+    block = at::constant_pad_nd(block, {before, columns - before - width});
+    before += width;
+  }
+  return {at::cat(blocks)};
+}
+
+/// Each padded along the dim to that many chunks of equal size, which then are rows side by side.
+Stack chunks_side_by_side(const c10::OperatorHandle&, Stack arguments) {
+  std::vector<at::Tensor> parts = arguments[0].toTensorVector();
+  const int64_t dim = wrapped(arguments[1].toInt(), parts.at(0).dim()), chunks = arguments[2].toInt();
+  for (at::Tensor& part : parts) {
+    const int64_t size = part.size(dim), padded = (size + chunks - 1) / chunks * chunks;
+    Shape pads(2 * (part.dim() - dim), 0), shape(part.sizes().begin(), part.sizes().begin() + dim);
+    pads.back() = padded - size;
+    shape.insert(shape.end(), {chunks, -1});
+    part = at::constant_pad_nd(part, pads).reshape(shape);
+  }
+  return {at::cat(parts, dim + 1)};
+}
+
+/// Whether there are plain tensors in the list: numbers.
+bool has_numbers(const Call& call) { return call.value("tensors").toListRef().size() != call.tensors.size(); }
+
+std::optional<Proposal> block_diag(const Call& call) {
+  if (has_numbers(call)) return std::nullopt;
+  for (const Spec& spec : call.tensors) {
+    if (spec.ndim() > 2) return std::nullopt;
+  }
+  return Proposal{{}, {}, {}, block_diagonal};
+}
+
+/// What libtorch refuses is left to it.
+std::optional<Proposal> chunk_cat(const Call& call) {
+  const Spec& first = call.tensors[0];
+  if (has_numbers(call) || call.integer("num_chunks") < 1 || first.ndim() == 0) return std::nullopt;
+  const int64_t given = call.integer("dim"), dim = wrapped(given, first.ndim());
+  for (const Spec& spec : call.tensors) {
+    const bool fits = spec.numel() > 0 && spec.dtype() == first.dtype() && spec.ndim() > dim &&
+                      (given >= 0 || spec.ndim() == first.ndim()) &&
+                      spec.shape().slice(0, dim) == first.shape().slice(0, dim);
+    if (!fits) return std::nullopt;
+  }
+  return Proposal{{}, {}, {}, chunks_side_by_side};
+}
+
 }  // namespace
 
 Table join_rules() {
   return {
+      {{"block_diag"}, {"by constant_pad_nd and cat", block_diag, {"tensors"}}},
+      {{"_chunk_cat"}, {"by constant_pad_nd, view and cat", chunk_cat, {"tensors", "dim", "num_chunks"}}},
       {{"cat"}, {"all cut alike; if along the dim, what changes its rank is sent", cat, {"dim"}}},
       {{"stack", "_stack"}, {"ab,ab,...->a.b", stack, {"dim", "tensors"}}},
       {{"flip"}, {"the dims whole; if it is one and cut, what changes its rank is sent", flip, {"dims"}}},

@@ -82,6 +82,85 @@ std::vector<size_t> not_unpacked(const Call& call) {
   return result;
 }
 
+/// Tolerances are of a batch too, or of some of its dims.
+std::optional<Proposal> pseudoinverse(const Call& call) {
+  const auto self = call.tensor("self");
+  if (!self || call.tensors[*self].ndim() < 2) return std::nullopt;
+  const Spec& x = call.tensors[*self];
+  const int64_t outer = x.ndim() - 2;
+  const auto batch = x.shape().slice(0, outer);
+  const Letters all = identity(outer);
+  Letters matrices = all;
+  matrices.append(2, kWhole);
+  Einsum einsum{.inputs = {matrices}, .outputs = {matrices}};
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    if (!at::is_expandable_to(call.tensors[i].shape(), batch)) return std::nullopt;
+    einsum.inputs.push_back(broadcast(call.tensors[i].shape(), batch, all));
+  }
+  Shape shape = x.shape().vec();
+  std::swap(shape[outer], shape[outer + 1]);
+  return Proposal{rows(einsum), {{shape}}};
+}
+
+/// Which results there are besides solutions depends on the driver; others have shape [0].
+std::optional<Proposal> least_squares(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  const Spec &a = call.tensors[0], &b = call.tensors[1];
+  const int64_t outer = a.ndim() - 2;
+  if (outer < 0 || b.ndim() <= outer || a.shape().slice(0, outer) != b.shape().slice(0, outer))
+    return std::nullopt;
+  const int64_t m = a.shape()[outer], n = a.shape()[outer + 1];
+  const bool is_vector = b.ndim() == outer + 1;
+  const std::string driver = call.has("driver") ? call.value("driver").toStringRef() : "gelsy";
+  const bool by_values = driver == "gelss" || driver == "gelsd";
+  // Then there are residuals if all matrices, of all ranks, have full rank.
+  if (m > n && by_values) return std::nullopt;
+
+  constexpr char kColumn = 'K';
+  const Letters batch = identity(outer);
+  Proposal proposal;
+  Einsum einsum{.inputs = {batch, batch}, .outputs = {}};
+  for (size_t i = 0; i < 2; ++i) einsum.inputs[i].resize(call.tensors[i].ndim(), kWhole);
+  // Contracted are the batch dims of results that are not there.
+  einsum.contracted = Replicate();
+  auto add = [&](bool there, const Shape& inner, bool has_columns = false) {
+    einsum.outputs.push_back(there ? batch : Letters());
+    Shape shape = there ? a.shape().slice(0, outer).vec() : Shape();
+    shape.insert(shape.end(), inner.begin(), inner.end());
+    einsum.outputs.back().resize(shape.size(), kWhole);
+    if (there && has_columns) einsum.outputs.back().back() = kColumn;
+    proposal.results.push_back({std::move(shape)});
+  };
+  const int64_t columns = is_vector ? 1 : b.shape().back();
+  if (!is_vector) einsum.inputs[1].back() = kColumn;
+  const Shape none{0};
+  const bool has_residuals = m > n && driver == "gels", has_ranks = driver != "gels";
+  add(true, is_vector ? Shape{n} : Shape{n, columns}, !is_vector);
+  add(has_residuals, has_residuals ? Shape{columns} : none, !is_vector);
+  add(has_ranks, has_ranks ? Shape{} : none);
+  add(by_values, by_values ? Shape{std::min(m, n)} : none);
+  proposal.rows = rows(einsum);
+  // A rank must have a column.
+  for (Row& row : proposal.rows) {
+    if (row.inputs[0].is_replicate()) row.divisor = columns;
+  }
+  return proposal;
+}
+
+/// Vectors along a dim; others are broadcast.
+std::optional<Proposal> cross(const Call& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  const Spec &x = call.tensors[0], &y = call.tensors[1];
+  if (x.ndim() != y.ndim() || x.ndim() == 0 || !at::are_expandable(x.shape(), y.shape())) return std::nullopt;
+  const Shape shape = at::infer_size(x.shape(), y.shape());
+  Letters all = identity(x.ndim());
+  all[wrapped(call.integer("dim"), x.ndim())] = kWhole;
+  Einsum einsum{.inputs = {broadcast(x.shape(), shape, all), broadcast(y.shape(), shape, all)},
+                .outputs = {all},
+                .linear = {{0}, {1}}};
+  return Proposal{rows(einsum), {{shape}}};
+}
+
 /// All look at all, so that what is wrong is an error on every rank.
 std::optional<Proposal> check_errors(const Call& /*call*/) {
   Proposal proposal;
@@ -179,15 +258,17 @@ Table linalg_rules() {
       {{"lu_unpack"}, batched(not_unpacked, {"unpack_pivots", "unpack_data"})},
       {{"_linalg_eigh"}, batched(no_vectors, {"compute_v"})},
       {{"linalg_qr"}, batched(no_q, {"mode"})},
+      {{"linalg_pinv.atol_rtol_tensor"}, {"cut along the dims before the last two", pseudoinverse}},
+      {{"linalg_lstsq"},
+       {"cut along the dims before the last two, and evenly along the right sides",
+        least_squares,
+        {"driver"}}},
+      {{"linalg_cross"}, {"ab.,ab.->ab., the dim whole", cross, {"dim"}}},
       {{"_fft_c2c", "_fft_r2c", "_fft_c2r"}, {"transformed dims whole", fourier, {"dim"}}},
       {{"_linalg_check_errors"}, {"whole, so that an error is one on every rank", check_errors}},
       {{"_cdist_forward"}, {"bp.,br.->bpr", distances}},
       {{"_cdist_backward"}, {"bpr,bpm,brm,bpr->bpm", distances_backward}},
-      {{"dist"},
-       {"by sub and norm",
-        [](const Call&) {
-          return std::optional(Proposal{{}, {}, {}, composite()});
-        }}},
+      {{"dist"}, composed("by sub and norm")},
   };
 }
 

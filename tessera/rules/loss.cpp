@@ -1,8 +1,10 @@
+#include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
 #include <algorithm>
+#include <limits>
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -11,6 +13,21 @@
 namespace tessera::rules {
 
 namespace {
+
+/// A mean, or its gradient, where `self` is cut: that of a sum, divided by how many there are in all.
+std::function<Local(const Chosen&)> mean_by_count(const Call& call, size_t self, int64_t count) {
+  return [=, position = *call.position("reduction")](const Chosen& chosen) {
+    Local local;
+    if (!chosen.inputs[self].is_sharded()) return local;
+    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+      arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
+      Stack results = call_operator(op, std::move(arguments));
+      results[0] = results[0].toTensor().div_(static_cast<double>(count));
+      return results;
+    };
+    return local;
+  };
+}
 
 /// A loss for each element, which may then be summed, or summed and divided by how many there are.
 std::optional<Proposal> elementwise_loss(const Call& call) {
@@ -28,18 +45,7 @@ std::optional<Proposal> elementwise_loss(const Call& call) {
   }
   einsum.outputs = {{}};
   Proposal proposal{rows(einsum), {{Shape()}}};
-  if (reduction == at::Reduction::Mean) {
-    proposal.localize = [self = *self, position = *call.position("reduction")](const Chosen& chosen) {
-      Local local;
-      const auto count = static_cast<double>(chosen.inputs[self].numel());
-      local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-        arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
-        return Stack{call_operator(op, std::move(arguments))[0].toTensor().div_(count)};
-      };
-      if (!chosen.inputs[self].is_sharded()) local.compute = {};
-      return local;
-    };
-  }
+  if (reduction == at::Reduction::Mean) proposal.localize = mean_by_count(call, *self, spec.numel());
   return proposal;
 }
 
@@ -51,16 +57,7 @@ std::optional<Proposal> elementwise_loss_backward(const Call& call) {
   if (!proposal || reduction != at::Reduction::Mean) return proposal;
   const auto self = call.tensor("self");
   if (!self) return std::nullopt;
-  proposal->localize = [self = *self, position = *call.position("reduction")](const Chosen& chosen) {
-    Local local;
-    if (!chosen.inputs[self].is_sharded()) return local;
-    const auto count = static_cast<double>(chosen.inputs[self].numel());
-    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-      arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
-      return Stack{call_operator(op, std::move(arguments))[0].toTensor().div_(count)};
-    };
-    return local;
-  };
+  proposal->localize = mean_by_count(call, *self, call.tensors[*self].numel());
   return proposal;
 }
 
@@ -215,9 +212,145 @@ std::optional<Proposal> nll_backward(const Call& call) {
   return proposal;
 }
 
+/// A loss for each sample, of all its classes. Without a dim of samples it is one, and whole.
+std::optional<Proposal> sample_loss(const Call& call, bool backward) {
+  const auto self = call.tensor("self"), target = call.tensor("target");
+  if (!self || !target) return std::nullopt;
+  const Spec& spec = call.tensors[*self];
+  const bool batched = spec.ndim() == 2;
+  if (spec.numel() == 0 || spec.ndim() == 0) return std::nullopt;
+  if (batched && call.tensors[*target].ndim() == 0) return std::nullopt;
+  const int64_t reduction = call.integer("reduction");
+  Einsum einsum;
+  auto of_samples = [&](int64_t ndim) {
+    Letters letters(ndim, kWhole);
+    if (batched && ndim > 0) letters[0] = 'n';
+    return letters;
+  };
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const bool is_weight = call.schema->arguments()[call.positions[i]].name() == "weight";
+    einsum.inputs.push_back(is_weight ? Letters{kWhole} : of_samples(call.tensors[i].ndim()));
+  }
+  std::vector<Result> results{{spec.shape().vec()}};
+  if (!backward) {
+    Shape losses;
+    if (batched && reduction == at::Reduction::None) losses = {spec.shape()[0]};
+    results.insert(results.begin(), {losses});
+  }
+  results.resize(call.schema->returns().size());
+  for (const Result& result : results)
+    einsum.outputs.push_back(of_samples(static_cast<int64_t>(result.shape.size())));
+  if (backward) einsum.linear = linear_tensors(call, {{0}});
+  Proposal proposal{rows(einsum), std::move(results)};
+  proposal.localize = [self = *self, mean = mean_by_count(call, *self, spec.shape()[0]),
+                       reduction](const Chosen& chosen) {
+    Local local;
+    if (chosen.inputs[self].local_shape()[0] == 0) {
+      // libtorch leaves a sum of none as memory has it.
+      local.compute = [outputs = chosen.outputs](const c10::OperatorHandle&, Stack arguments) {
+        Stack results;
+        for (const Spec& output : outputs)
+          results.emplace_back(at::zeros(output.local_shape(), arguments[0].toTensor().options()));
+        return results;
+      };
+    } else if (reduction == at::Reduction::Mean) {
+      local = mean(chosen);
+    }
+    return local;
+  };
+  return proposal;
+}
+
+Rule sample_loss_rule(const char* text, bool backward) {
+  return {text, [backward](const Call& call) { return sample_loss(call, backward); }, {"reduction"}};
+}
+
+/// The largest of the target lengths that all ranks have along some mesh dims. Collective.
+int64_t longest(const at::Tensor& lengths, const Spec& spec, const std::vector<int64_t>& mesh_dims) {
+  const at::Tensor most = at::zeros({1}, lengths.options().dtype(at::kLong));
+  if (lengths.numel() > 0) most.copy_(lengths.max());
+  comm::all_reduce(most, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
+  return most.item<int64_t>();
+}
+
+/// Losses of sequences; samples may be cut where their targets are rows of one length. How many of these
+/// count is told by lists, of which a rank gets its part, or by tensors. What is kept for the gradient is as
+/// wide as the longest targets of all.
+std::optional<Proposal> ctc(const Call& call, bool backward) {
+  const auto probabilities = call.tensor("log_probs"), targets = call.tensor("targets");
+  if (!probabilities || !targets) return std::nullopt;
+  const Spec& x = call.tensors[*probabilities];
+  if (x.ndim() != 3 || call.tensors[*targets].ndim() != 2 || x.numel() == 0) return std::nullopt;
+  const int64_t time = x.shape()[0], samples = x.shape()[1];
+  Einsum einsum;
+  einsum.ranges = true;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    Letters letters(call.tensors[i].ndim(), kWhole);
+    if (letters.empty()) return std::nullopt;
+    letters[i == *probabilities ? 1 : 0] = 'n';
+    einsum.inputs.push_back(std::move(letters));
+  }
+  std::vector<std::pair<size_t, Shape>> lists;  // by position
+  for (const char* name : {"input_lengths", "target_lengths"}) {
+    if (call.tensor(name)) continue;
+    lists.emplace_back(*call.position(name), call.integers(name));
+    if (static_cast<int64_t>(lists.back().second.size()) != samples) return std::nullopt;
+  }
+  auto width_of = [](int64_t length) { return 2 * length + 1; };
+  const size_t counted = *call.position("target_lengths");
+  std::optional<int64_t> width;
+  if (!lists.empty() && lists.back().first == counted)
+    width = width_of(*std::max_element(lists.back().second.begin(), lists.back().second.end()));
+  Proposal proposal;
+  if (backward) {
+    einsum.outputs = {letters(".n.")};
+    einsum.linear = linear_tensors(call, {{0}});
+    proposal.results = {{x.shape().vec()}};
+  } else {
+    einsum.outputs = {letters("n"), letters("n..")};
+    proposal.results = {{{samples}}, {{samples, time, width.value_or(kLocal)}}};
+  }
+  proposal.rows = rows(einsum);
+  proposal.localize = [=, number = *probabilities,
+                       position = call.positions[*probabilities]](const Chosen& chosen) {
+    Local local;
+    const Spec& x = chosen.inputs[number];
+    const std::vector<int64_t> mesh_dims = mesh_dims_of(x, 1);
+    if (mesh_dims.empty()) return local;
+    const int64_t held = x.local_shape()[1];
+    for (const auto& [at, lengths] : lists) {
+      const auto begin = lengths.begin() + (held > 0 ? x.global_offset()[1] : 0);
+      local.arguments.emplace_back(at, c10::IValue(Shape(begin, begin + held)));
+    }
+    local.communicates = !backward && !width;
+    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor own = arguments[position].toTensor();
+      const int64_t wide = backward || width ? width.value_or(0)
+                                             : width_of(longest(arguments[counted].toTensor(), x, mesh_dims));
+      if (held == 0 && backward) return Stack{at::zeros_like(own)};
+      if (held == 0) return Stack{own.new_empty({0}), own.new_empty({0, time, wide})};
+      Stack results = call_operator(op, std::move(arguments));
+      if (backward) return results;
+      const at::Tensor kept = results[1].toTensor();
+      results[1] =
+          at::constant_pad_nd(kept, {0, wide - kept.size(2)}, -std::numeric_limits<double>::infinity());
+      return results;
+    };
+    return local;
+  };
+  return proposal;
+}
+
+Rule ctc_rule(const char* text, bool backward) {
+  return {text,
+          [backward](const Call& call) { return ctc(call, backward); },
+          {"input_lengths", "target_lengths"}};
+}
+
 }  // namespace
 
 Table loss_rules() {
+  constexpr bool kForward = false, kBackward = true;
   return {
       {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"},
        {"pointwise; reduced: P(sum), a mean by the global count", elementwise_loss, {"reduction"}}},
@@ -226,6 +359,12 @@ Table loss_rules() {
        {"pointwise; of a mean by the global count", elementwise_loss_backward, {"reduction"}}},
       {{"soft_margin_loss"}, {"by pointwise operators", soft_margin}},
       {{"binary_cross_entropy_with_logits"}, {"by pointwise operators", cross_entropy_with_logits}},
+      {{"multi_margin_loss", "multilabel_margin_loss_forward"},
+       sample_loss_rule("samples cut; reduced: P(sum), a mean by the global count", kForward)},
+      {{"multi_margin_loss_backward", "multilabel_margin_loss_backward"},
+       sample_loss_rule("samples cut; of a mean by the global count", kBackward)},
+      {{"_ctc_loss", "_ctc_loss.Tensor"}, ctc_rule(".n.,n.->n,n..", kForward)},
+      {{"_ctc_loss_backward", "_ctc_loss_backward.Tensor"}, ctc_rule("n,.n.,n.,n,n..->.n.", kBackward)},
       {{"nll_loss_forward", "nll_loss2d_forward"},
        {"nc..,n..(,c)->n..; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
       {{"nll_loss_backward", "nll_loss2d_backward"}, {"n..,nc..,n..(,c)->nc..", nll_backward, {"reduction"}}},

@@ -177,6 +177,33 @@ std::optional<Proposal> matmul(const Call& call) {
   return Proposal{rows(product), {{shape}}};
 }
 
+/// The product of three, each without some of the dims, summed along others.
+std::optional<Proposal> trilinear(const Call& call) {
+  if (call.tensors.size() != 3 || call.tensors[0].dtype() == c10::ScalarType::Bool) return std::nullopt;
+  const Shape missing[] = {call.integers("expand1"), call.integers("expand2"), call.integers("expand3")};
+  const auto ndim = call.tensors[0].ndim() + static_cast<int64_t>(missing[0].size());
+  const Letters all = identity(ndim);
+  auto without = [&](const Shape& dims) {
+    Letters letters;
+    for (int64_t d = 0; d < ndim; ++d) {
+      if (!contains(dims, d)) letters.push_back(all[d]);
+    }
+    return letters;
+  };
+  Einsum product{.inputs = {}, .outputs = {without(call.integers("sumdim"))}, .linear = {{0}, {1}, {2}}};
+  std::vector<c10::IntArrayRef> shapes;
+  for (size_t i = 0; i < 3; ++i) {
+    product.inputs.push_back(without(missing[i]));
+    shapes.push_back(call.tensors[i].shape());
+    if (product.inputs[i].size() != shapes[i].size()) return std::nullopt;
+  }
+  const auto sizes = letter_sizes(product.inputs, shapes);
+  if (!sizes || static_cast<int64_t>(sizes->size()) != ndim) return std::nullopt;
+  Shape shape;
+  for (const char letter : product.outputs[0]) shape.push_back(sizes->at(letter));
+  return Proposal{rows(product), {{shape}}};
+}
+
 std::optional<Proposal> any_einsum(const Call& call) {
   Shape ndims;
   std::vector<c10::IntArrayRef> shapes;
@@ -211,6 +238,8 @@ Table matmul_rules() {
       {{"linear"}, {"..k,nk(,n)->..n", linear}},
       {{"linear_backward"}, {"..k,..n,nk->..k,nk,n", linear_backward}},
       {{"matmul"}, {"..mk,..kn->..mn", matmul}},
+      {{"_trilinear"},
+       {"all dims cut; summed ones: P(sum)", trilinear, {"expand1", "expand2", "expand3", "sumdim"}}},
       {{"einsum"}, {"as the equation says", any_einsum, {"equation"}}},
   };
 }

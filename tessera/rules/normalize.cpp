@@ -1,7 +1,9 @@
 #include <tessera/rules/family.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
+#include <tuple>
 
 #include <ATen/ATen.h>
 
@@ -226,10 +228,11 @@ Stack batch_norm_by_means(const c10::OperatorHandle& op, Stack arguments) {
 }
 
 /// By the operator, but on ranks that hold nothing of the first tensor, which libtorch refuses, or divides by
-/// the size of.
+/// the size of. These have nothing to write either.
 std::function<Local(const Chosen&)> if_empty(const Function& compute) {
   return [compute](const Chosen& chosen) {
     Local local;
+    local.writes = true;
     if (chosen.inputs[0].is_replicated()) return local;
     local.compute = [compute](const c10::OperatorHandle& op, Stack arguments) {
       if (arguments[0].toTensor().numel() == 0) return compute(op, std::move(arguments));
@@ -252,6 +255,7 @@ std::optional<Proposal> batch_norm(const Call& call) {
   if (training && (moves || is_cut(input, dims.others))) {
     Proposal proposal;
     proposal.decompose = batch_norm_by_means;
+    proposal.writes = true;
     return proposal;
   }
   Named named(call);
@@ -332,6 +336,46 @@ std::optional<Proposal> batch_norm_backward(const Call& call) {
                  wanted(2, x.new_zeros({x.size(1)}))};
   });
   return proposal;
+}
+
+/// Operators that return, and get back, what some devices keep for the gradient, which here is nothing.
+Rule by_native(const Function& compute) {
+  return {"by native_batch_norm, or its gradient", [compute](const Call&) {
+            Proposal proposal{{}, {}, {}, compute};
+            proposal.writes = true;
+            return std::optional(std::move(proposal));
+          }};
+}
+
+Stack with_reserve(const at::Tensor& x, const std::tuple<at::Tensor, at::Tensor, at::Tensor>& results) {
+  const auto& [output, mean, inverse] = results;
+  return {output, mean, inverse, x.new_empty({0}, x.options().dtype(at::kByte))};
+}
+
+Stack batch_norm_with_update(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor x = arguments[0].toTensor();
+  at::Tensor mean = arguments[3].toTensor(), variance = arguments[4].toTensor();
+  return with_reserve(x, at::_native_batch_norm_legit(
+                             x, or_undefined(arguments[1]), or_undefined(arguments[2]), mean, variance,
+                             /*training=*/true, arguments[5].toDouble(), arguments[6].toDouble()));
+}
+
+Stack batch_norm_no_update(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor x = arguments[0].toTensor();
+  return with_reserve(
+      x, at::native_batch_norm(x, or_undefined(arguments[1]), or_undefined(arguments[2]),
+                               or_undefined(arguments[3]), or_undefined(arguments[4]), /*training=*/false,
+                               arguments[5].toDouble(), arguments[6].toDouble()));
+}
+
+Stack batch_norm_backward_with_reserve(const c10::OperatorHandle&, Stack arguments) {
+  const auto mask = arguments[9].toBoolList();
+  const auto [of_input, of_weight, of_bias] = at::native_batch_norm_backward(
+      arguments[0].toTensor(), arguments[1].toTensor(), or_undefined(arguments[2]),
+      or_undefined(arguments[3]), or_undefined(arguments[4]), or_undefined(arguments[5]),
+      or_undefined(arguments[6]), arguments[7].toBool(), arguments[8].toDouble(),
+      std::array<bool, 3>{mask[0], mask[1], mask[2]});
+  return {of_input, of_weight, of_bias};
 }
 
 /// All dims but one.
@@ -424,6 +468,11 @@ Table normalize_rules() {
       {{"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats",
         "_native_batch_norm_legit_no_training"},
        {"cut along the channels, and if not in training along all; else by means", batch_norm, {"training"}}},
+      {{"_batch_norm_with_update"}, by_native(batch_norm_with_update)},
+      {{"_batch_norm_no_update"}, by_native(batch_norm_no_update)},
+      {{"batch_norm_backward"}, by_native(batch_norm_backward_with_reserve)},
+      {{"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"},
+       composed("by clones of the statistics, which the operator that writes gets")},
       {{"native_batch_norm_backward"},
        {"cut along the channels; else by sums", batch_norm_backward, {"train"}}},
   };

@@ -52,8 +52,13 @@ std::optional<Proposal> fill(const Call& call) {
 }
 
 std::optional<Proposal> equal(const Call& call) {
-  if (call.tensors.size() != 2 || call.tensors[0].shape() != call.tensors[1].shape()) return std::nullopt;
+  if (call.tensors.size() != 2) return std::nullopt;
   Proposal proposal;
+  if (call.tensors[0].shape() != call.tensors[1].shape()) {
+    if (call.tensors[0].dtype() != call.tensors[1].dtype()) return std::nullopt;
+    proposal.decompose = [](const c10::OperatorHandle&, Stack) { return Stack{false}; };
+    return proposal;
+  }
   proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
     const bool result = at::all(at::eq(arguments[0].toTensor(), arguments[1].toTensor())).item<bool>();
     return Stack{result};

@@ -420,6 +420,25 @@ Rule adaptive_rule(int64_t inner, size_t results, bool backward, bool averages,
   return rule;
 }
 
+/// Windows that numbers of each plane place: `samples`, which always have a batch.
+Rule fractional_pool(int64_t inner) {
+  return {"cut along batch and channels", [inner](const Call& call) -> std::optional<Proposal> {
+            const auto self = call.tensor("self"), samples = call.tensor("random_samples");
+            if (!self || !samples) return std::nullopt;
+            const Spec& x = call.tensors[*self];
+            const int64_t outer = x.ndim() - inner;
+            if (outer < 1 || outer > 2 || x.numel() == 0 || call.tensors[*samples].ndim() != 3)
+              return std::nullopt;
+            Shape shape = x.shape().vec();
+            std::fill(shape.begin() + outer, shape.end(), kLocal);
+            Proposal proposal{{}, {{shape}, {shape}}};
+            // There may be no batch, but there must be channels.
+            proposal.rows.push_back({{Shard(outer - 1), Shard(1)}, {Shard(outer - 1)}, shape[outer - 1]});
+            if (outer == 2) proposal.rows.push_back({{Shard(0), Shard(0)}, {Shard(0)}});
+            return proposal;
+          }};
+}
+
 }  // namespace
 
 Table pooling_rules() {
@@ -433,6 +452,10 @@ Table pooling_rules() {
       {{"avg_pool3d"}, pool_rule(3, 1, kForward, kLinear, avg_pool)},
       {{"avg_pool2d_backward"}, pool_rule(2, 1, kBackward, kLinear, avg_pool_backward)},
       {{"avg_pool3d_backward"}, pool_rule(3, 1, kBackward, kLinear, avg_pool_backward)},
+      {{"fractional_max_pool2d"}, fractional_pool(2)},
+      {{"fractional_max_pool3d"}, fractional_pool(3)},
+      {{"fractional_max_pool2d_backward"}, planes(2, 1, kBackward)},
+      {{"fractional_max_pool3d_backward"}, planes(3, 1, kBackward)},
       {{"_adaptive_avg_pool2d"}, adaptive_rule(2, 1, kForward, kAverages, adaptive_avg_pool)},
       {{"_adaptive_avg_pool3d"}, adaptive_rule(3, 1, kForward, kAverages, adaptive_avg_pool)},
       {{"_adaptive_avg_pool2d_backward"},

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include <ATen/ATen.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -316,6 +317,102 @@ std::optional<Proposal> histogram(const Call& call) {
   return proposal;
 }
 
+size_t position_of(const c10::OperatorHandle& op, const char* name) {
+  return *op.schema().argumentIndexWithName(name);
+}
+
+/// The least and the greatest of all that the ranks along some mesh dims hold, column by column. Collective.
+std::vector<double> extremes(const at::Tensor& columns, const Spec& spec,
+                             const std::vector<int64_t>& mesh_dims) {
+  at::Tensor found = at::full({2, columns.size(1)}, -kInfinity, columns.options());
+  if (columns.size(0) > 0) found = at::stack({at::amin(columns, 0).neg_(), at::amax(columns, 0)});
+  // What is no number is told to all ranks as what is not finite.
+  found.nan_to_num_(kInfinity, kInfinity, -kInfinity);
+  comm::all_reduce(found, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
+  const at::Tensor known = found.to(at::kCPU, at::kDouble);
+  std::vector<double> range;
+  for (int64_t i = 0; i < known.size(1); ++i) {
+    range.push_back(-known[0][i].item<double>());
+    range.push_back(known[1][i].item<double>());
+  }
+  return range;
+}
+
+/// Counts over how many there are in all, and over the bins' lengths.
+Stack histogram_density(const c10::OperatorHandle& op, Stack arguments) {
+  arguments[position_of(op, "density")] = false;
+  std::vector<at::Tensor> edges;
+  if (arguments[1].isTensorList()) edges = arguments[1].toTensorVector();
+  if (arguments[1].isIntList()) {
+    const auto range = arguments[position_of(op, "range")].toOptional<std::vector<double>>();
+    edges = at::_histogramdd_bin_edges(arguments[0].toTensor(), arguments[1].toIntVector(),
+                                       range ? std::optional<c10::ArrayRef<double>>(*range) : std::nullopt);
+  }
+  Stack results = call_operator(op, std::move(arguments));
+  if (results.size() == 2) edges = {results[1].toTensor()};
+  // Reduced here once, not at each use.
+  at::Tensor counts = at::add(results[0].toTensor(), 0);
+  counts = at::div(counts, at::sum(counts));
+  for (size_t dim = 0; dim < edges.size(); ++dim) {
+    Shape shape(counts.dim(), 1);
+    shape[dim] = -1;
+    counts = at::div(counts, at::diff(edges[dim]).reshape(shape));
+  }
+  results[0] = counts;
+  return results;
+}
+
+/// How many elements are in each bin, or of rows, which have an element in each dim of the bins; and where
+/// the bins end.
+enum class Histogram { elements, rows, edges_of_rows };
+
+Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
+  return {kind == Histogram::edges_of_rows
+              ? "rows cut; between bounds that are given, or found by one reduction"
+              : "cut: P(sum), between bounds that are given, or found by one reduction",
+          [kind](const Call& call) -> std::optional<Proposal> {
+            const auto self = call.tensor("self"), weight = call.tensor("weight");
+            if (!self) return std::nullopt;
+            const Spec& x = call.tensors[*self];
+            const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
+            if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
+            Proposal proposal;
+            const bool is_cut = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
+            if (counts && call.flag("density")) {
+              if (is_cut) proposal.decompose = histogram_density;
+              return proposal;
+            }
+            Placements outputs{counts ? Partial() : Replicate()};
+            if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
+            for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
+              Row row{Placements(call.tensors.size(), Replicate()), outputs};
+              row.inputs[*self] = Shard(dim);
+              if (weight) row.inputs[*weight] = Shard(dim);
+              proposal.rows.push_back(std::move(row));
+            }
+            const auto range = call.position("range");
+            if (!range || call.has("range")) return proposal;
+            proposal.localize = [=, number = *self](const Chosen& chosen) {
+              Local local;
+              const Spec& x = chosen.inputs[number];
+              std::vector<int64_t> mesh_dims;
+              for (const int64_t m : c10::irange(x.mesh().ndim())) {
+                if (x.placement(m).is_shard_like()) mesh_dims.push_back(m);
+              }
+              if (mesh_dims.empty()) return local;
+              local.communicates = true;
+              local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+                const at::Tensor held = arguments[0].toTensor();
+                arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
+                return call_operator(op, std::move(arguments));
+              };
+              return local;
+            };
+            return proposal;
+          },
+          std::move(reads)};
+}
+
 /// How often each number occurs; how many there are, all have to know.
 std::optional<Proposal> bincount(const Call& call) {
   const Spec& spec = call.tensors[0];
@@ -370,6 +467,41 @@ std::optional<Proposal> trace(const Call& call) {
   return proposal;
 }
 
+/// Segments of a dim, which is whole; how long they are may differ along the dims before it.
+std::optional<Proposal> segments(const Call& call) {
+  const auto data = call.tensor("data"), offsets = call.tensor("offsets");
+  if (!data || call.tensor("indices")) return std::nullopt;
+  const Spec& x = call.tensors[*data];
+  if (x.ndim() == 0 || x.numel() == 0) return std::nullopt;
+  const int64_t axis = wrapped(call.integer("axis"), x.ndim());
+  Letters all = identity(x.ndim());
+  all[axis] = kWhole;
+  const bool backward = call.tensor("grad").has_value();
+  Einsum einsum{.inputs = {}, .outputs = {all}};
+  Shape shape = x.shape().vec();
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const std::string& name = call.schema->arguments()[call.positions[i]].name();
+    const bool tells = name == "lengths" || name == "offsets";
+    einsum.inputs.emplace_back(all.begin(), tells ? all.begin() + axis + 1 : all.end());
+    const Spec& spec = call.tensors[i];
+    if (spec.ndim() != static_cast<int64_t>(einsum.inputs.back().size())) return std::nullopt;
+    if (spec.shape().slice(0, axis) != x.shape().slice(0, axis)) return std::nullopt;
+    if (tells && !backward) shape[axis] = spec.shape()[axis] - (offsets ? 1 : 0);
+  }
+  if (backward) einsum.linear = linear_tensors(call, {{0}});
+  Proposal proposal{rows(einsum), {{shape}}};
+  proposal.localize = [](const Chosen& chosen) {
+    Local local;
+    const Spec& result = chosen.outputs[0];
+    if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
+    local.compute = [result](const c10::OperatorHandle&, Stack arguments) {
+      return Stack{at::zeros(result.local_shape(), arguments[0].toTensor().options())};
+    };
+    return local;
+  };
+  return proposal;
+}
+
 }  // namespace
 
 Table reduce_rules() {
@@ -396,6 +528,12 @@ Table reduce_rules() {
        {"cut: P(sum), between bounds that are given, or found by min and max",
         histogram,
         {"bins", "min", "max"}}},
+      {{"histogram.bins_tensor"}, histogram_rule(Histogram::elements, {"density"})},
+      {{"histogram.bin_ct"}, histogram_rule(Histogram::elements, {"range", "density"})},
+      {{"_histogramdd_bin_edges"}, histogram_rule(Histogram::edges_of_rows, {"range"})},
+      {{"_histogramdd_from_bin_cts"}, histogram_rule(Histogram::rows, {"range", "density"})},
+      {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
+      {{"segment_reduce", "_segment_reduce_backward"}, {"the segmented dim whole", segments, {"axis"}}},
       {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
       {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
   };

@@ -118,6 +118,8 @@ struct Proposal {
   std::function<Local(const Chosen&)> localize = {};
   /// Instead of all that: computed by other operators on the distributed tensors themselves.
   Function decompose = {};
+  /// These write into the arguments themselves that the operator writes into.
+  bool writes = false;
 };
 
 struct Rule {

@@ -298,15 +298,6 @@ Table sort_rules() {
       {{"bucketize.Tensor"}, {"pointwise, boundaries whole", bucketize}},
       {{"searchsorted.Tensor"}, {"pointwise, the sequence whole", searchsorted}},
       {{"glu", "glu_backward"}, {"the dim whole", glu, {"dim"}}},
-      {{"linalg_cross"},
-       {"the dim whole",
-        [](const Call& call) -> std::optional<Proposal> {
-          if (call.tensors.size() != 2 || call.tensors[0].shape() != call.tensors[1].shape())
-            return std::nullopt;
-          const Spec& spec = call.tensors[0];
-          return whole_dims(call, {wrapped(call.integer("dim"), spec.ndim())}, {{spec.shape().vec()}});
-        },
-        {"dim"}}},
   };
 }
 

@@ -622,10 +622,27 @@ std::optional<Proposal> slice_backward(const Call& call) {
   return proposal;
 }
 
+/// Operators that copy what a view shows, of the views of a table as far as libtorch has them ("squeeze.dim":
+/// "squeeze_copy.dim"), and of those that have their rule elsewhere.
+Entry copies(const Table& views) {
+  const std::string aten = "aten::";
+  std::vector<std::string> ops{"alias_copy", "detach_copy", "narrow_copy", "_reshape_copy"};
+  for (const Entry& entry : views) {
+    for (const std::string& view : entry.ops) {
+      const size_t dot = view.find('.');
+      const c10::OperatorName copy(aten + view.substr(0, dot) + "_copy",
+                                   dot == std::string::npos ? "" : view.substr(dot + 1));
+      if (c10::Dispatcher::singleton().findSchema(copy))
+        ops.push_back(c10::toString(copy).substr(aten.size()));
+    }
+  }
+  return {std::move(ops), composed("by the view and clone")};
+}
+
 }  // namespace
 
 Table view_rules() {
-  return {
+  Table views{
       {{"t"}, {"ab->ba", transposed}},
       {{"transpose.int"},
        {"two dims swapped",
@@ -687,6 +704,13 @@ Table view_rules() {
             return base.select(given[2].toInt(), given[3].toInt());
           });
         }}},
+      {{"diagonal_scatter"},
+       {"by diagonal and copy_",
+        [](const Call& call) {
+          return scattered(call, [](const at::Tensor& base, const Stack& given) {
+            return base.diagonal(given[2].toInt(), given[3].toInt(), given[4].toInt());
+          });
+        }}},
       {{"as_strided_scatter"},
        {"by as_strided and copy_",
         [](const Call& call) {
@@ -695,11 +719,7 @@ Table view_rules() {
                                    optional_integer(given[4]));
           });
         }}},
-      {{"rot90"},
-       {"by flip and transpose",
-        [](const Call&) {
-          return std::optional(Proposal{{}, {}, {}, composite()});
-        }}},
+      {{"rot90"}, composed("by flip and transpose")},
       {{"select_backward"},
        {"the dim whole",
         [](const Call& call) {
@@ -720,6 +740,8 @@ Table view_rules() {
         },
         {"input_sizes", "dim1", "dim2"}}},
   };
+  views.push_back(copies(views));
+  return views;
 }
 
 }  // namespace tessera::rules

@@ -8,7 +8,6 @@
 #include <limits>
 
 #include <ATen/ATen.h>
-#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -395,10 +394,7 @@ Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
             proposal.localize = [=, number = *self](const Chosen& chosen) {
               Local local;
               const Spec& x = chosen.inputs[number];
-              std::vector<int64_t> mesh_dims;
-              for (const int64_t m : c10::irange(x.mesh().ndim())) {
-                if (x.placement(m).is_shard_like()) mesh_dims.push_back(m);
-              }
+              const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
               if (mesh_dims.empty()) return local;
               local.communicates = true;
               local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {

@@ -105,6 +105,25 @@ TEST(Selecting, MovesLittle) {
   });
 }
 
+/// Nor do gradients.
+TEST(Selecting, GradientsStayCut) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor x = distribute_tensor(numbers({4000, 8}), mesh, {Shard(0)}, std::nullopt).requires_grad_();
+    const at::Tensor places = distribute_tensor(at::arange(10), mesh, {Replicate()}, std::nullopt);
+    const at::Tensor mask = x.detach() > 0;
+    for (const auto& select : {Function([&](const Tensors& t) { return t[0].index({mask}); }),
+                               Function([&](const Tensors& t) { return at::masked_select(t[0], mask); }),
+                               Function([&](const Tensors& t) { return t[0].index({places}); })}) {
+      x.mutable_grad() = at::Tensor();
+      CommDebugMode counts;
+      select({x}).sum().backward();
+      EXPECT_EQ(DTensor(x.grad()).placements(), Placements{Shard(0)});
+      for (const auto& [name, count] : counts.get_comm_counts()) EXPECT_LT(count.bytes, 4000 * 8) << name;
+    }
+  });
+}
+
 TEST(Selecting, WrongSizesAreErrorsOnEveryRank) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});

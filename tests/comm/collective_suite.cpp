@@ -1,5 +1,8 @@
 #include "tests/comm/collective_suite.h"
 
+#include <algorithm>
+#include <limits>
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -148,6 +151,25 @@ void check_reductions(const Context& x) {
       }
     }
   }
+}
+
+/// An average is one of the numbers' kind, also where their sum is not.
+template <class T>
+void check_average(const Context& x) {
+  for (const T value : {std::numeric_limits<T>::max(), std::numeric_limits<T>::lowest()}) {
+    at::Tensor tensor = at::empty({3}, c10::CppTypeToScalarType<T>::value);
+    std::fill_n(tensor.mutable_data_ptr<T>(), tensor.numel(), value);
+    const at::Tensor expected = tensor.clone().view(at::kByte);
+    comm::all_reduce(tensor, ReduceOp::AVG, x.group).wait();
+    expect_same(tensor.view(at::kByte), expected, c10::str("average of ", tensor.scalar_type()));
+    comm::reduce_scatter(tensor, Tensors(x.n, tensor.clone()), ReduceOp::AVG, x.group).wait();
+    expect_same(tensor.view(at::kByte), expected, c10::str("part of an average of ", tensor.scalar_type()));
+  }
+}
+
+template <class... T>
+void check_averages(const Context& x) {
+  (check_average<T>(x), ...);
 }
 
 /// Big enough to be cut into many chunks, and not a multiple of anything.
@@ -299,6 +321,7 @@ void check_overlapping(const Context& x) {
 void run_collective_suite(const Group& group) {
   const Context context{group};
   check_reductions(context);
+  check_averages<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(context);
   check_large(context);
   check_moves(context);
   check_not_contiguous(context);

@@ -499,6 +499,10 @@ TEST(Styles, SayWhatIsWrong) {
     expect_error<c10::ValueError>(
         [&] { distribute_parameter(*module->up, "weight", mesh["tp"], {Replicate()}); },
         {"'weight'", "is distributed already, on mesh(dp=2, tp=2)"});
+    torch::nn::Embedding table(4, 6);
+    parallelize_module(*table, mesh, ColwiseParallel(), {.dim = "tp"});
+    const torch::NoGradGuard no_grad;
+    expect_error<c10::ValueError>([&] { small({4, 6}).add_(table->weight); }, {"add_", "plain"});
   });
 }
 

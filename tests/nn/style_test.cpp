@@ -174,6 +174,45 @@ TEST(Styles, LocalOutputs) {
   }
 }
 
+/// The same beside another dim of the mesh, however the input is placed there.
+TEST(Styles, LocalOutputsOnTwoDimsOfMesh) {
+  const std::vector<std::vector<int64_t>> shapes{{4, 6}, {4, 2, 6}};
+  for (const auto& shape : shapes) {
+    torch::nn::Linear reference(6, 8);
+    fill(*reference);
+    const at::Tensor expected = reference(small(shape));
+    const at::Tensor weights = testing::numbers(expected.sizes(), 3);
+    (expected * weights).sum().backward();
+    for (const Placement& input : {Replicate(), Shard(0), Shard(1), Partial()}) {
+      for (const Placement& output : {Replicate(), Shard(0), Shard(-1), Partial()}) {
+        run(4, [&] {
+          const std::string what = c10::str(" of ", shape, " from ", input, " to ", output);
+          const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+          auto call = [&](torch::nn::Linear linear, bool use_local_output) {
+            fill(*linear);
+            parallelize_module(
+                *linear, mesh,
+                ColwiseParallel({.output_layouts = output, .use_local_output = use_local_output}),
+                {.dim = "tp"});
+            return linear(distribute_tensor(small(shape), mesh, {input, Replicate()}, std::nullopt));
+          };
+          torch::nn::Linear linear(6, 8);
+          const at::Tensor actual = call(linear, true);
+          ASSERT_FALSE(DTensor::is_dtensor(actual));
+          Placements placements = DTensor(call(torch::nn::Linear(6, 8), false)).placements();
+          expect_close(DTensor::from_local(actual.detach(), mesh, placements).full_tensor(),
+                       expected.detach(), "output" + what);
+          for (Placement& each : placements)
+            if (each.is_partial()) each = Replicate();
+          (actual * distribute_tensor(weights, mesh, placements, std::nullopt).to_local()).sum().backward();
+          expect_close(whole(linear->weight.grad()), reference->weight.grad(), "weight" + what);
+          expect_close(whole(linear->bias.grad()), reference->bias.grad(), "bias" + what);
+        });
+      }
+    }
+  }
+}
+
 TEST(Styles, Embeddings) {
   const at::Tensor indices = at::remainder(at::arange(12, at::kLong) * 5, 7).view({3, 4});
   const auto make = [] { return torch::nn::Embedding(7, 5); };

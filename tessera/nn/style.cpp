@@ -18,9 +18,29 @@ namespace {
 
 using torch::nn::Module;
 
-/// Distributed, and placed so along the dim.
+/// What a plain tensor is a part of. Parts may differ in size, and a rank knows only its own: unless it is
+/// the last dim, of size `features`, that is cut, the ranks tell one another.
+DTensor from_plain(const at::Tensor& tensor, const ParallelDim& where, const Placement& placement,
+                   std::optional<int64_t> features, const char* what) {
+  const Placement normal = normalize({placement}, tensor.dim())[0];
+  DTensor::FromLocalOptions options;
+  if (features && normal.is_shard_like(tensor.dim() - 1)) {
+    options.shape = tensor.sizes().vec();
+    options.shape->back() = *features;
+  } else {
+    options.run_check = normal.is_shard_like();
+  }
+  try {
+    return DTensor::from_local(tensor, where.mesh, {normal}, options);
+  } catch (const c10::ValueError& error) {
+    TESSERA_CHECK_VALUE(false, what, ": got a plain tensor of shape ", tensor.sizes(),
+                        " that is no part of one placed ", normal, ": ", error.what_without_backtrace());
+  }
+}
+
+/// Distributed, and placed so along the dim. `features`: see from_plain.
 at::Tensor placed(const at::Tensor& tensor, const ParallelDim& where, const Placement& if_plain,
-                  const Placement& wanted, const char* what) {
+                  const Placement& wanted, const char* what, std::optional<int64_t> features = {}) {
   DTensor result;
   if (DTensor::is_dtensor(tensor)) {
     result = DTensor(tensor);
@@ -33,7 +53,7 @@ at::Tensor placed(const at::Tensor& tensor, const ParallelDim& where, const Plac
                         " for a module that was parallelised on ", where.mesh,
                         ", and cannot tell how it is placed there. Give it a distributed one "
                         "(distribute_tensor, DTensor::from_local).");
-    result = DTensor::from_local(tensor, where.mesh, {if_plain});
+    result = from_plain(tensor, where, if_plain, features, what);
   }
   Placements placements = result.placements();
   placements[where.dim] = normalize({wanted}, result.dim())[0];
@@ -59,9 +79,9 @@ at::Tensor local(const at::Tensor& tensor) { return DTensor(tensor).to_local(); 
 
 /// The first tensor placed so.
 TensorsHook place_first(const ParallelDim& where, const Placement& if_plain, const Placement& wanted,
-                        const char* what) {
+                        const char* what, std::optional<int64_t> features = {}) {
   return [=](std::vector<at::Tensor>& tensors) {
-    tensors.at(0) = placed(tensors.at(0), where, if_plain, wanted, what);
+    tensors.at(0) = placed(tensors.at(0), where, if_plain, wanted, what, features);
   };
 }
 
@@ -121,8 +141,10 @@ void parallelize(Module& module, const ParallelDim& where, const LayerPlan& plan
   cut(module, "bias", where, plan.bias);
   const Placement output = options.output_layouts.value_or(plan.output);
   auto* linear = module.as<torch::nn::LinearImpl>();
+  std::optional<int64_t> features;
+  if (linear) features = linear->weight.size(1);
   TensorsHook place_input =
-      place_first(where, options.input_layouts.value_or(plan.input), plan.input, style);
+      place_first(where, options.input_layouts.value_or(plan.input), plan.input, style, features);
   if (plan.input.is_replicate()) {
     place_input = [place = std::move(place_input)](std::vector<at::Tensor>& tensors) {
       place(tensors);

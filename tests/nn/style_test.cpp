@@ -213,6 +213,42 @@ TEST(Styles, LocalOutputsOnTwoDimsOfMesh) {
   }
 }
 
+/// Of a plain input each rank knows its own part alone, and parts may differ in size and be empty.
+TEST(Styles, UnevenPlainInputs) {
+  auto part_along = [](int64_t dim) {
+    return [dim](const at::Tensor& x, const DeviceMesh& mesh) {
+      return DTensor(replicated(x, mesh)).redistribute({Shard(dim)}).to_local();
+    };
+  };
+  for (const int64_t ranks : {4, 6}) {
+    compare([] { return Mlp(); }, small({2, 4, 6}), {ranks},
+            [](Module& module, const DeviceMesh& mesh) {
+              parallelize_module(
+                  module, mesh,
+                  {{"up", ColwiseParallel({.use_local_output = true})}, {"down", RowwiseParallel()}});
+            },
+            as_it_is, call_forward);
+  }
+  for (const int64_t dim : {0, 1, 2}) {
+    compare([] { return torch::nn::Linear(6, 7); }, small({3, 5, 6}), {4},
+            with_style(ColwiseParallel({.input_layouts = Shard(dim)})), part_along(dim), call_forward);
+  }
+  for (const int64_t length : {7, 5, 1}) {
+    compare([] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, small({3, length, 6}), {4},
+            with_style(SequenceParallel()), part_along(1), call_forward);
+  }
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    torch::nn::LayerNorm module(torch::nn::LayerNormOptions({6}));
+    parallelize_module(*module, mesh, SequenceParallel());
+    expect_error<c10::ValueError>(
+        [&] {
+          module(small({3, get_rank() == 0 ? 2 : 5, 6}));
+        },
+        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk cuts"});
+  });
+}
+
 TEST(Styles, Embeddings) {
   const at::Tensor indices = at::remainder(at::arange(12, at::kLong) * 5, 7).view({3, 4});
   const auto make = [] { return torch::nn::Embedding(7, 5); };

@@ -168,8 +168,8 @@ def test_mlp(world_size, sequence, bias):
         assert not bias or (model.up.bias.placements, model.down.bias.placements) == ((Shard(0),), (Replicate(),))
         with Collectives(mesh) as forward, tessera.implicit_communication("forbidden"):
             y = model(part)
-        # An all-reduce; or an all-gather and a reduce-scatter.
-        assert forward == (2 if sequence else 1)
+        # An all-reduce; or the sizes of the parts, an all-gather and a reduce-scatter.
+        assert forward == (3 if sequence else 1)
         expected = plain(x)
         expected.pow(2).sum().backward()
         if sequence:
@@ -326,7 +326,8 @@ def test_norms_along_sequences(norm, local, dim):
         model.zero_grad(), plain.zero_grad()
         with Collectives(mesh) as forward:
             y = model(given)
-        assert forward == 0 and isinstance(y, DTensor) is not local
+        # Ranks ask one another for the sizes of plain parts.
+        assert forward == (0 if isinstance(given, DTensor) else 1) and isinstance(y, DTensor) is not local
         if local:
             y = DTensor.from_local(y, mesh, [Shard(dim)])
         assert y.placements == (Shard(dim),)
@@ -334,6 +335,36 @@ def test_norms_along_sequences(norm, local, dim):
         y.pow(2).sum().backward()
         plain(x).pow(2).sum().backward()
         assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("length", [7, 5, 1])
+@on_ranks()
+def test_uneven_parts_of_sequences(length):
+    mesh = init_device_mesh("cpu", (4,))
+    x = values(2, length, 8)
+    plain, model = filled(nn.LayerNorm(8)), filled(nn.LayerNorm(8))
+    parallelize_module(model, mesh, SequenceParallel())
+    part = distribute_tensor(x, mesh, [Shard(1)]).to_local()
+    y = model(part)
+    assert y.placements == (Shard(1),)
+    assert_whole(y, plain(x), **CLOSE)
+    y.pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+    # What a layer is told of its input counts too, and of an input that is prepared.
+    plain, model = filled(nn.Linear(8, 8)), filled(nn.Linear(8, 8))
+    parallelize_module(model, mesh, ColwiseParallel(input_layouts=Shard(1), use_local_output=False))
+    assert_whole(model(part), plain(x), **CLOSE)
+    model = parallelize_module(nn.Identity(), mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+    assert_whole(model(part), x)
+
+
+@on_ranks()
+def test_parts_that_are_no_sequence():
+    mesh = init_device_mesh("cpu", (4,))
+    model = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
+    with pytest.raises(ValueError, match="SequenceParallel.*as torch.chunk cuts"):
+        model(values(2, 2 + mesh.get_rank(), 8))
 
 
 @on_ranks()

@@ -38,10 +38,13 @@ def expected_gradients(x):
     return {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def assert_gradients(model, expected):
     for name, parameter in model.named_parameters():
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(gradient, expected[name], **CLOSE, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(whole(parameter.grad), expected[name], **CLOSE, msg=lambda text: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("megabytes, buckets", [(25, 1), (0.001, 4), (1e-6, 14)])
@@ -167,6 +170,62 @@ def test_with_activations_computed_again(reentrant):
     model = replicate(filled(Checkpointed()), mesh)
     loss_of(model, x.chunk(4)[mesh.get_rank()].requires_grad_()).backward()
     assert_gradients(model, expected_gradients(x))
+
+
+@pytest.mark.parametrize("megabytes", [25, 1e-6])
+@on_ranks()
+def test_parameters_used_inside_and_outside_of_a_checkpoint(megabytes):
+    mesh = init_device_mesh("cpu", (4,))
+
+    class Checkpointed(Model):
+        def forward(self, x):
+            y = checkpoint(lambda z: self.mlps[0](self.norm(z)), x, use_reentrant=True)
+            return self.norm(y + x)
+
+    x = values(8, 8)
+    plain = filled(Checkpointed())
+    loss_of(plain, x.clone().requires_grad_()).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    model = replicate(filled(Checkpointed()), mesh, bucket_cap_mb=megabytes)
+    loss_of(model, x.chunk(4)[mesh.get_rank()].requires_grad_()).backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, **CLOSE, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("megabytes", [25, 0.001, 1e-6])
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("clear", [True, False])
+@on_ranks()
+def test_a_backward_that_fails_leaves_nothing_behind(megabytes, distributed, clear):
+    mesh = init_device_mesh("cpu", (4,))
+    x = values(8, 8)
+    model = filled(Model())
+    if distributed:
+        distribute_module(model, mesh)
+    replicate(model, mesh, bucket_cap_mb=megabytes)
+    part = distribute_tensor(x, mesh, [Shard(0)]) if distributed else x.chunk(4)[mesh.get_rank()]
+
+    def fail(gradient):
+        raise ValueError("on purpose")
+
+    handle = model.mlps[1].register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(model, part).backward()
+    handle.remove()
+    if clear:
+        model.zero_grad()
+    else:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0
+    # One that takes another way, then the same.
+    plain = filled(Model())
+    model.mlps[0](model.norm(part)).pow(2).mean().backward()
+    plain.mlps[0](plain.norm(x)).pow(2).mean().backward()
+    for parameter in model.mlps[2].parameters():
+        assert parameter.grad is None if clear else not whole(parameter.grad).count_nonzero()
+    loss_of(model, part).backward()
+    loss_of(plain, x).backward()
+    assert_gradients(model, {name: parameter.grad for name, parameter in plain.named_parameters()})
 
 
 @on_ranks()

@@ -362,6 +362,15 @@ CallBuilder& CallBuilder::joined() {
   return *this;
 }
 
+bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return tensor.is_contiguous() && !tensor.key_set().has_any(lazy);
+}
+
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
+
 Buffer CallBuilder::buffer(const at::Tensor& tensor) {
   call_.tensors.push_back(tensor);
   auto* data = content_ == Content::data ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
@@ -371,12 +380,12 @@ Buffer CallBuilder::buffer(const at::Tensor& tensor) {
 at::Tensor CallBuilder::readable(const at::Tensor& tensor) const {
   TESSERA_CHECK_VALUE(tensor.defined(), name(call_.kind),
                       ": a tensor is undefined; pass one of zero elements instead.");
-  if (content_ == Content::sizes || tensor.layout() != at::kStrided || tensor.is_contiguous()) return tensor;
-  return tensor.detach().contiguous();
+  if (content_ == Content::sizes || tensor.layout() != at::kStrided || is_plain(tensor)) return tensor;
+  return plain(tensor);
 }
 
 at::Tensor CallBuilder::writable(const at::Tensor& tensor, bool with_values) {
-  at::Tensor dense = with_values || !tensor.defined() || tensor.is_contiguous() || content_ == Content::sizes
+  at::Tensor dense = with_values || !tensor.defined() || is_plain(tensor) || content_ == Content::sizes
                          ? readable(tensor)
                          : at::empty(tensor.sizes(), tensor.options());
   if (!dense.is_same(tensor)) copy_back_.emplace_back(tensor, dense);

@@ -97,7 +97,13 @@ struct Plan {
 /// rank) of member i in it.
 void plan(std::span<const Call> calls, std::span<const int64_t> members, Plan& result);
 
-/// Turns the tensors of a c10d call into a Call. Where an output is not contiguous, or an input and an output
+/// Whether a tensor's memory is its values, one after the other: not so if strides have it otherwise, or if
+/// it is the conjugate or negative of what is there.
+bool is_plain(const at::Tensor& tensor);
+/// It or a copy of it of which that is so.
+at::Tensor plain(const at::Tensor& tensor);
+
+/// Turns the tensors of a c10d call into a Call. Where an output is not plain, or an input and an output
 /// share memory, others stand in for them, and `take_copy_back` says what to copy when the collective is
 /// done.
 class CallBuilder {

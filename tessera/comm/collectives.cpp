@@ -18,6 +18,8 @@ namespace {
 using c10d::ReduceOp;
 using calls::CallBuilder;
 using calls::Collective;
+using calls::is_plain;
+using calls::plain;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
 /// The backend of the group for where `tensor` is.
@@ -51,16 +53,14 @@ bool transport_reduces(at::ScalarType dtype, ReduceOp::RedOpType op) {
   }
 }
 
-/// The tensor's memory as bytes; a copy if it is not contiguous.
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.detach().contiguous().view({-1}).view(at::kByte);
-}
+/// The tensor's values as bytes: its memory, or that of a copy if it is not plain.
+at::Tensor bytes_of(const at::Tensor& tensor) { return plain(tensor).view({-1}).view(at::kByte); }
 
 /// Where a transport is to write what `tensor` shall hold, and the copy that may be needed after.
 struct Landing {
   explicit Landing(const at::Tensor& tensor)
       : given(tensor),
-        dense(tensor.is_contiguous() ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
+        dense(is_plain(tensor) ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
   at::Tensor bytes() const { return bytes_of(dense); }
   void finish() const {
     if (!dense.is_same(given)) given.copy_(dense);
@@ -84,8 +84,7 @@ void reduce_locally(const at::Tensor& target, const Tensors& parts, const Reduce
   if (target.numel() == 0) return;
   CallBuilder factor(Collective::all_reduce, CallBuilder::Content::data);
   const double premul = factor.reduction(op).build().factor;
-  const at::Tensor dense =
-      target.is_contiguous() ? target : at::empty_like(target, at::MemoryFormat::Contiguous);
+  const at::Tensor dense = is_plain(target) ? target : at::empty_like(target, at::MemoryFormat::Contiguous);
   std::vector<std::byte*> sources;
   for (const at::Tensor& part : parts) sources.push_back(static_cast<std::byte*>(part.data_ptr()));
   std::byte* out = static_cast<std::byte*>(dense.data_ptr());
@@ -209,7 +208,7 @@ Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& gr
   const at::NoGradGuard no_grad;
   check_reduction(tensor, op, "all_reduce");
   const Landing landing(tensor);
-  if (!tensor.is_contiguous()) landing.dense.copy_(tensor);
+  if (!is_plain(tensor)) landing.dense.copy_(tensor);
   const bool as_real = tensor.is_complex() && (op.op_ == ReduceOp::SUM || op.op_ == ReduceOp::AVG);
   const bool averages = op.op_ == ReduceOp::AVG && (tensor.is_floating_point() || tensor.is_complex());
   at::Tensor carrier = as_real ? at::view_as_real(landing.dense) : landing.dense;
@@ -304,7 +303,7 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
                       output.sizes(), ".");
   const at::NoGradGuard no_grad;
   if (output.numel() == 0) return barrier(group);
-  const at::Tensor flat = input.detach().contiguous().view({-1});
+  const at::Tensor flat = plain(input).view({-1});
   if (!transport_reduces(output.scalar_type(), op.op_))
     return reduce_scatter(output, flat.split(output.numel()), op, group);
   const Landing landing(output);
@@ -334,7 +333,7 @@ Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
   const at::NoGradGuard no_grad;
   if (tensor.numel() == 0) return barrier(group);
   const Landing landing(tensor);
-  if (group->getRank() == root && !tensor.is_contiguous()) landing.dense.copy_(tensor);
+  if (group->getRank() == root && !is_plain(tensor)) landing.dense.copy_(tensor);
   tensors = {landing.bytes()};
   return Pending(group, backend->broadcast(tensors, options), [landing] { landing.finish(); });
 }

@@ -3,9 +3,11 @@
 #include <tessera/error.h>
 
 #include <atomic>
+#include <chrono>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include <c10/util/irange.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
@@ -38,7 +40,7 @@ struct Session {
 struct State {
   std::mutex mutex;
   std::optional<Session> session;
-  int64_t sessions = 0;                   // so far: each has its own keys in the store
+  int64_t next_session = 0;               // the least number that this rank has not tried
   std::atomic<bool> rrefs_ended = false;  // libtorch's RRefs work in the first session of a process only
 };
 
@@ -108,6 +110,55 @@ std::unique_ptr<torch_rpc::TensorPipeAgent> make_agent(const c10::intrusive_ptr<
   return agent;
 }
 
+/// The number of a session, which is the same on all ranks that are in it. Each attempt has its own, and its
+/// own keys in the store: what is left of one that failed is in nobody's way. The first rank opens them, one
+/// after the other; the others join the one that is open, once.
+class Attempt {
+ public:
+  Attempt(c10d::Store& store, int64_t rank, Milliseconds timeout) : store_(store), opens_(rank == 0) {
+    int64_t& next = state().next_session;
+    if (opens_) store_.set(kOpen, c10::str(next));
+    number_ = opens_ ? next : wait_for(next, rank, timeout);
+    next = number_ + 1;
+  }
+  ~Attempt() {
+    try {
+      if (opens_) store_.deleteKey(kOpen);
+    } catch (const std::exception&) {  // the store is gone
+    }
+  }
+  Attempt(const Attempt&) = delete;
+  Attempt& operator=(const Attempt&) = delete;
+
+  int64_t number() const { return number_; }
+
+ private:
+  static constexpr const char* kOpen = "open";
+
+  /// An open session of at least that number.
+  int64_t wait_for(int64_t least, int64_t rank, Milliseconds timeout) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    for (auto left = timeout; left.count() > 0;
+         left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now())) {
+      store_.setTimeout(left);
+      std::string open;
+      try {
+        open = store_.get_to_str(kOpen);  // waits for it
+      } catch (const std::exception&) {
+        break;
+      }
+      if (std::stoll(open) >= least) return std::stoll(open);
+      std::this_thread::sleep_for(Milliseconds(10));
+    }
+    TESSERA_CHECK(false, "init_rpc: rank ", rank, " waited ", timeout.count(),
+                  " ms for ranks [0] to call it too, in vain.");
+  }
+
+  c10d::Store& store_;
+  const bool opens_;
+  int64_t number_ = 0;
+};
+
 /// Throws unless all ranks are there, each with a name of its own. The first letter of what they leave in the
 /// store says whether it is a name or why the rank cannot take part.
 void meet(c10d::Store& store, const std::string& name, const World& world, Milliseconds timeout) {
@@ -176,8 +227,9 @@ void init_rpc(const Options& options) {
   session.rank = world->rank();
   session.size = world->size();
   // A connection of its own, so that waiting there hinders nobody.
-  session.store =
-      c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/rpc/", state().sessions++), common->clone());
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", common->clone());
+  const Attempt attempt(*store, world->rank(), options.timeout);
+  session.store = c10::make_intrusive<c10d::PrefixStore>(c10::str(attempt.number()), store);
   session.store->setTimeout(options.timeout);
   meet(*session.store, name, *world, options.timeout);
 

@@ -63,6 +63,14 @@ const std::shared_ptr<const WeightHooks>& hooks_of(const at::Tensor& tensor) {
   return impl ? impl->hooks() : none;
 }
 
+/// Those for this use of it; null if there are none.
+std::shared_ptr<const ModuleHooks> hooks_for(const at::Tensor& tensor, WeightUse use) {
+  const auto& hooks = hooks_of(tensor);
+  if (!hooks) return nullptr;
+  const auto found = hooks->uses.find(use);
+  return found == hooks->uses.end() ? nullptr : std::shared_ptr<const ModuleHooks>(hooks, &found->second);
+}
+
 /// Calls the hooks of the weight around the operator.
 class Around final : public c10::OperatorKernel {
  public:
@@ -72,12 +80,11 @@ class Around final : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
     const size_t first = stack->size() - op.schema().arguments().size();
     const c10::IValue& weight = (*stack)[first + seam_.weight];
-    const auto hooks = weight.isTensor() ? hooks_of(weight.toTensor()) : nullptr;
-    const auto found = hooks ? hooks->uses.find(seam_.use) : decltype(hooks->uses.end())();
-    if (!hooks || found == hooks->uses.end()) return op.callBoxed(*stack);
-    run(found->second.inputs, (*stack)[first + seam_.input]);
+    const auto hooks = weight.isTensor() ? hooks_for(weight.toTensor(), seam_.use) : nullptr;
+    if (!hooks) return op.callBoxed(*stack);
+    run(hooks->inputs, (*stack)[first + seam_.input]);
     op.callBoxed(*stack);
-    run(found->second.outputs, (*stack)[stack->size() - op.schema().returns().size()]);
+    run(hooks->outputs, (*stack)[stack->size() - op.schema().returns().size()]);
   }
 
  private:
@@ -95,8 +102,7 @@ class Around final : public c10::OperatorKernel {
 at::Tensor transposed(const at::Tensor& weight) {
   const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
   at::Tensor result = weight.t();
-  const auto& hooks = hooks_of(weight);
-  if (hooks && hooks->uses.count(WeightUse::linear)) DTensorImpl::of(result)->set_hooks(hooks);
+  if (hooks_for(weight, WeightUse::linear)) DTensorImpl::of(result)->set_hooks(hooks_of(weight));
   return result;
 }
 
@@ -104,9 +110,10 @@ at::Tensor transposed(const at::Tensor& weight) {
 /// hooks of the bias make a local tensor of it, given both.
 at::Tensor& add_bias(at::Tensor& output, const at::Tensor& bias, const at::Scalar& alpha) {
   const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
-  if (!hooks_of(bias) || DTensor::is_dtensor(output)) return output.add_(bias, alpha);
+  const auto hooks = hooks_for(bias, WeightUse::linear);
+  if (!hooks || DTensor::is_dtensor(output)) return output.add_(bias, alpha);
   std::vector<at::Tensor> tensors{bias, output};
-  for (const TensorsHook& hook : hooks_of(bias)->uses.at(WeightUse::linear).inputs) hook(tensors);
+  for (const TensorsHook& hook : hooks->inputs) hook(tensors);
   return output.add_(tensors.at(0), alpha);
 }
 

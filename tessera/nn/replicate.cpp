@@ -100,14 +100,10 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
 
     void start(const BucketKey& key, Bucket bucket) {
       const Group group = key.mesh.get_group(std::vector<MeshDim>(key.dims.begin(), key.dims.end()));
-      at::Tensor flat;
-      if (bucket.locals.size() == 1 && bucket.locals[0].is_non_overlapping_and_dense()) {
-        flat = bucket.locals[0];
-      } else {
-        std::vector<at::Tensor> rows;
-        for (const at::Tensor& local : bucket.locals) rows.push_back(local.reshape({-1}));
-        flat = at::cat(rows);
-      }
+      // A copy, also of a single one: autograd may have given several parameters the same memory.
+      std::vector<at::Tensor> rows;
+      for (const at::Tensor& local : bucket.locals) rows.push_back(local.reshape({-1}));
+      at::Tensor flat = at::cat(rows);
       auto pending = comm::all_reduce(flat, c10d::ReduceOp::SUM, group);
       under_way.push_back({std::move(bucket), std::move(flat), std::move(pending)});
     }
@@ -120,11 +116,9 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
         each.pending.wait();
         int64_t offset = 0;
         for (const size_t i : c10::irange(each.bucket.parameters.size())) {
-          at::Tensor local = each.bucket.locals[i];
-          if (!each.flat.is_same(local)) {
-            local = each.flat.narrow(0, offset, local.numel()).view(local.sizes());
-            offset += local.numel();
-          }
+          const at::Tensor& given = each.bucket.locals[i];
+          at::Tensor local = each.flat.narrow(0, offset, given.numel()).view(given.sizes());
+          offset += given.numel();
           each.bucket.parameters[i].mutable_grad() = make_dtensor(std::move(local), each.bucket.reduced[i]);
         }
       }

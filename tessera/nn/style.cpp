@@ -18,9 +18,29 @@ namespace {
 
 using torch::nn::Module;
 
-/// Distributed, and placed so along the dim.
+/// What a plain tensor is a part of. Parts may differ in size, and a rank knows only its own: unless it is
+/// the last dim, of size `features`, that is cut, the ranks tell one another.
+DTensor from_plain(const at::Tensor& tensor, const ParallelDim& where, const Placement& placement,
+                   std::optional<int64_t> features, const char* what) {
+  const Placement normal = normalize({placement}, tensor.dim())[0];
+  DTensor::FromLocalOptions options;
+  if (features && normal.is_shard_like(tensor.dim() - 1)) {
+    options.shape = tensor.sizes().vec();
+    options.shape->back() = *features;
+  } else {
+    options.run_check = normal.is_shard_like();
+  }
+  try {
+    return DTensor::from_local(tensor, where.mesh, {normal}, options);
+  } catch (const c10::ValueError& error) {
+    TESSERA_CHECK_VALUE(false, what, ": got a plain tensor of shape ", tensor.sizes(),
+                        " that is no part of one placed ", normal, ": ", error.what_without_backtrace());
+  }
+}
+
+/// Distributed, and placed so along the dim. `features`: see from_plain.
 at::Tensor placed(const at::Tensor& tensor, const ParallelDim& where, const Placement& if_plain,
-                  const Placement& wanted, const char* what) {
+                  const Placement& wanted, const char* what, std::optional<int64_t> features = {}) {
   DTensor result;
   if (DTensor::is_dtensor(tensor)) {
     result = DTensor(tensor);
@@ -33,7 +53,7 @@ at::Tensor placed(const at::Tensor& tensor, const ParallelDim& where, const Plac
                         " for a module that was parallelised on ", where.mesh,
                         ", and cannot tell how it is placed there. Give it a distributed one "
                         "(distribute_tensor, DTensor::from_local).");
-    result = DTensor::from_local(tensor, where.mesh, {if_plain});
+    result = from_plain(tensor, where, if_plain, features, what);
   }
   Placements placements = result.placements();
   placements[where.dim] = normalize({wanted}, result.dim())[0];
@@ -59,10 +79,9 @@ at::Tensor local(const at::Tensor& tensor) { return DTensor(tensor).to_local(); 
 
 /// The first tensor placed so.
 TensorsHook place_first(const ParallelDim& where, const Placement& if_plain, const Placement& wanted,
-                        bool use_local, const char* what) {
+                        const char* what, std::optional<int64_t> features = {}) {
   return [=](std::vector<at::Tensor>& tensors) {
-    tensors.at(0) = placed(tensors.at(0), where, if_plain, wanted, what);
-    if (use_local) tensors[0] = local(tensors[0]);
+    tensors.at(0) = placed(tensors.at(0), where, if_plain, wanted, what, features);
   };
 }
 
@@ -86,22 +105,27 @@ void replicate_parameters(Module& module, const ParallelDim& where) {
   for (const std::string& name : parameters_of(module).keys()) cut(module, name, where, Replicate());
 }
 
-/// A Linear adds its bias to its output (see hooks.cpp). To a local output this rank's part is added: that of
-/// its features if those are cut, all if it has other places than the others, and then its part of the
-/// gradient.
-void add_bias_locally(torch::nn::LinearImpl& module, const ParallelDim& where, const Placement& output) {
+/// A Linear adds its bias to its output (see hooks.cpp). To a local output this rank's part is added, which
+/// depends on what the output was before, that is left in `output`: of its features those that the output
+/// has; where the ranks have other places of it, all, and then each has its part of the gradient.
+void add_bias_locally(torch::nn::LinearImpl& module, const std::shared_ptr<std::optional<Spec>>& output) {
   if (!module.bias.defined()) return;
   auto hooks = std::make_shared<WeightHooks>();
-  hooks->uses[WeightUse::linear].inputs.push_back([=](std::vector<at::Tensor>& bias_and_output) {
-    const DTensor bias(bias_and_output.at(0));
-    const int64_t ndim = bias_and_output.at(1).dim();
-    const Placement of_output = normalize({output}, ndim)[0];
-    const bool has_features = of_output.is_shard_like(ndim - 1);
-    Placements added = bias.placements();
-    added[where.dim] = has_features ? Shard(0) : of_output.is_shard_like() ? Replicate() : of_output;
-    Placements of_gradient = added;
-    if (!has_features) of_gradient[where.dim] = of_output.is_shard_like() ? Partial() : Replicate();
-    bias_and_output[0] = bias.redistribute(std::move(added)).to_local(std::move(of_gradient));
+  hooks->uses[WeightUse::linear].inputs.push_back([output](std::vector<at::Tensor>& bias_and_output) {
+    const auto spec = std::exchange(*output, std::nullopt);
+    if (!spec) return;  // not our output
+    Placements added, of_gradient;
+    for (const Placement& each : spec->placements()) {
+      if (each.is_shard_like(spec->ndim() - 1)) {
+        added.push_back(each.is_shard() ? Shard(0) : StridedShard(0, each.split()));
+        of_gradient.push_back(added.back());
+      } else {
+        added.push_back(each.is_shard_like() ? Replicate() : each);
+        of_gradient.push_back(each.is_shard_like() ? Partial() : Replicate());
+      }
+    }
+    bias_and_output.at(0) =
+        DTensor(bias_and_output.at(0)).redistribute(std::move(added)).to_local(std::move(of_gradient));
   });
   DTensorImpl::of(module.bias)->set_hooks(std::move(hooks));
 }
@@ -116,18 +140,28 @@ void parallelize(Module& module, const ParallelDim& where, const LayerPlan& plan
   cut(module, "weight", where, plan.weight);
   cut(module, "bias", where, plan.bias);
   const Placement output = options.output_layouts.value_or(plan.output);
+  auto* linear = module.as<torch::nn::LinearImpl>();
+  std::optional<int64_t> features;
+  if (linear) features = linear->weight.size(1);
   TensorsHook place_input =
-      place_first(where, options.input_layouts.value_or(plan.input), plan.input, false, style);
+      place_first(where, options.input_layouts.value_or(plan.input), plan.input, style, features);
   if (plan.input.is_replicate()) {
     place_input = [place = std::move(place_input)](std::vector<at::Tensor>& tensors) {
       place(tensors);
       if (tensors.at(0).requires_grad()) tensors[0] = PlaceGradient::apply(tensors[0]);
     };
   }
-  add_hooks(module, std::move(place_input),
-            place_first(where, output, output, options.use_local_output, style));
-  auto* linear = module.as<torch::nn::LinearImpl>();
-  if (linear && options.use_local_output) add_bias_locally(*linear, where, output);
+  TensorsHook place_output = place_first(where, output, output, style);
+  if (options.use_local_output) {
+    const auto before = std::make_shared<std::optional<Spec>>();
+    place_output = [before, place = std::move(place_output)](std::vector<at::Tensor>& tensors) {
+      place(tensors);
+      *before = DTensor(tensors.at(0)).spec();
+      tensors[0] = local(tensors[0]);
+    };
+    if (linear) add_bias_locally(*linear, before);
+  }
+  add_hooks(module, std::move(place_input), std::move(place_output));
 }
 
 template <class... M>
@@ -269,7 +303,7 @@ SequenceParallel::SequenceParallel(SequenceParallelOptions options)
         TensorsHook to_local;
         if (options.use_local_output)
           to_local = [](std::vector<at::Tensor>& tensors) { tensors.at(0) = local(tensors.at(0)); };
-        add_hooks(module, place_first(where, cut, cut, false, "SequenceParallel"), to_local);
+        add_hooks(module, place_first(where, cut, cut, "SequenceParallel"), to_local);
       }) {}
 
 PrepareModuleInput::PrepareModuleInput(PrepareInputOptions options)

@@ -276,8 +276,9 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> loca
   const std::vector<ShardMetadata> expected = local_part(shards, *members);
   TESSERA_CHECK(local_shards.size() == expected.size(), call, ": rank ", members->rank(), " has ",
                 local_shards.size(), " local shards, but the metadata says ", expected.size(), ".");
+  std::vector<Shard> in_order(expected.size());
   for (const size_t i : c10::irange(local_shards.size())) {
-    const Shard& shard = local_shards[i];
+    Shard& shard = local_shards[i];
     const at::Tensor& tensor = shard.tensor;
     auto same = [&](const char* what, const auto& said, const auto& actual) {
       TESSERA_CHECK_VALUE(said == actual, call, ": on rank ", members->rank(), " the metadata says ", what,
@@ -286,9 +287,13 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> loca
     };
     TESSERA_CHECK_VALUE(tensor.defined() && shard.metadata.placement, call, ": on rank ", members->rank(),
                         " shard ", i, " (", shard.metadata, ") has no tensor or no placement.");
-    TESSERA_CHECK_VALUE(std::find(expected.begin(), expected.end(), shard.metadata) != expected.end(), call,
-                        ": shard ", i, " (", shard.metadata, ") is not in the metadata of rank ",
-                        members->rank(), ".");
+    size_t place = 0;  // shards that hold nothing may be equal
+    while (place < expected.size() &&
+           (in_order[place].tensor.defined() || expected[place] != shard.metadata)) {
+      ++place;
+    }
+    TESSERA_CHECK_VALUE(place < expected.size(), call, ": shard ", i, " (", shard.metadata,
+                        ") is not in the metadata of rank ", members->rank(), ", or was given already.");
     same("layout", properties.layout, tensor.layout());
     TESSERA_CHECK_VALUE(tensor.is_contiguous(), call, ": on rank ", members->rank(), " the tensor of shard ",
                         i, " (", shard.metadata, ") is not contiguous; call contiguous() on it.");
@@ -297,6 +302,7 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> loca
     same("device", shard.metadata.placement->device(), tensor.device());
     same("dtype", properties.dtype, tensor.scalar_type());
     same("requires_grad", properties.requires_grad, tensor.requires_grad());
+    in_order[place] = std::move(shard);
   }
   validate_non_overlapping_shards_metadata(shards);
   check_tensor(shards, metadata.size);
@@ -305,7 +311,7 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> loca
   ShardedTensorState state;
   state.metadata = std::move(metadata);
   state.spec = std::move(spec);
-  state.local_shards = std::move(local_shards);
+  state.local_shards = std::move(in_order);
   state.members = std::move(members);
   state.init_rrefs = options.init_rrefs;
   return make_sharded_tensor(std::move(state));

@@ -54,8 +54,8 @@ TESSERA_API ShardedTensor init_from_local_tensor(const at::Tensor& local_tensor,
                                                  at::IntArrayRef global_size,
                                                  const InitOptions& options = {});
 
-/// The tensor that `metadata` describes, of which this rank holds these shards. Nothing is compared between
-/// ranks. Without `spec` it is inferred.
+/// The tensor that `metadata` describes, of which this rank holds these shards, given in any order. Nothing
+/// is compared between ranks. Without `spec` it is inferred.
 TESSERA_API ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> local_shards,
                                                                      ShardedTensorMetadata metadata,
                                                                      const InitOptions& options = {},

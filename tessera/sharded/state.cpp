@@ -18,7 +18,7 @@ constexpr std::string_view kMagic = "tessera sharded tensor 1", kDictMagic = "te
 thread_local const Ranks* load_ranks = nullptr;
 
 void write_tensor(ByteWriter& out, const at::Tensor& given) {
-  const at::Tensor tensor = given.detach().to(at::kCPU).contiguous();
+  const at::Tensor tensor = given.detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
   out.put(static_cast<int8_t>(given.scalar_type()));
   out.put_list(given.sizes());
   out.put(given.device().str());

@@ -1,5 +1,8 @@
 #include "tests/comm/collective_suite.h"
 
+#include <algorithm>
+#include <limits>
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -150,6 +153,25 @@ void check_reductions(const Context& x) {
   }
 }
 
+/// An average is one of the numbers' kind, also where their sum is not.
+template <class T>
+void check_average(const Context& x) {
+  for (const T value : {std::numeric_limits<T>::max(), std::numeric_limits<T>::lowest()}) {
+    at::Tensor tensor = at::empty({3}, c10::CppTypeToScalarType<T>::value);
+    std::fill_n(tensor.mutable_data_ptr<T>(), tensor.numel(), value);
+    const at::Tensor expected = tensor.clone().view(at::kByte);
+    comm::all_reduce(tensor, ReduceOp::AVG, x.group).wait();
+    expect_same(tensor.view(at::kByte), expected, c10::str("average of ", tensor.scalar_type()));
+    comm::reduce_scatter(tensor, Tensors(x.n, tensor.clone()), ReduceOp::AVG, x.group).wait();
+    expect_same(tensor.view(at::kByte), expected, c10::str("part of an average of ", tensor.scalar_type()));
+  }
+}
+
+template <class... T>
+void check_averages(const Context& x) {
+  (check_average<T>(x), ...);
+}
+
 /// Big enough to be cut into many chunks, and not a multiple of anything.
 void check_large(const Context& x) {
   const int64_t size = 300007;
@@ -235,41 +257,42 @@ void check_moves(const Context& x) {
   }
 }
 
-/// Transposed, so that neighbours in memory are not neighbours in the tensor.
-at::Tensor spread(const at::Tensor& matrix) { return matrix.t().contiguous().t(); }
+/// The same values where neighbours in memory are not neighbours in the tensor, and where the memory has
+/// other values.
+at::Tensor transposed(const at::Tensor& matrix) { return matrix.t().contiguous().t(); }
+at::Tensor conjugated(const at::Tensor& matrix) { return at::conj_physical(matrix).conj(); }
+at::Tensor negated(const at::Tensor& matrix) { return at::_neg_view(matrix.neg()); }
 
-void check_not_contiguous(const Context& x) {
+void check_not_plain(const Context& x, at::ScalarType dtype, at::Tensor (*spread)(const at::Tensor&)) {
   const std::vector<int64_t> shape{3, 4};
-  auto make = [&](int64_t r) { return values(5, r, shape, at::kFloat); };
+  auto make = [&](int64_t r) { return values(5, r, shape, dtype); };
   Tensors all;
   for (int64_t r = 0; r < x.n; ++r) all.push_back(make(r));
 
   at::Tensor tensor = spread(make(x.me));
-  ASSERT_FALSE(tensor.is_contiguous());
   comm::all_reduce(tensor, ReduceOp::SUM, x.group).wait();
   expect_same(tensor, reduced(all, ReduceOp::SUM), "all_reduce");
-  EXPECT_FALSE(tensor.is_contiguous());
 
   tensor = spread(make(x.me));
   comm::broadcast(tensor, x.n - 1, x.group).wait();
   expect_same(tensor, all[x.n - 1], "broadcast");
 
   Tensors outputs;
-  for (int64_t r = 0; r < x.n; ++r) outputs.push_back(spread(at::empty(shape)));
+  for (int64_t r = 0; r < x.n; ++r) outputs.push_back(spread(at::empty(shape, dtype)));
   comm::all_gather(outputs, spread(make(x.me)), x.group).wait();
   for (int64_t r = 0; r < x.n; ++r) expect_same(outputs[r], all[r], "all_gather");
 
-  at::Tensor output = spread(at::empty(shape));
-  comm::reduce_scatter(output, Tensors(x.n, spread(make(x.me))), ReduceOp::MAX, x.group).wait();
-  expect_same(output, reduced(all, ReduceOp::MAX), "reduce_scatter");
+  at::Tensor output = spread(at::empty(shape, dtype));
+  comm::reduce_scatter(output, Tensors(x.n, spread(make(x.me))), ReduceOp::PRODUCT, x.group).wait();
+  expect_same(output, reduced(all, ReduceOp::PRODUCT), "reduce_scatter");
 
   outputs.clear();
-  for (int64_t r = 0; r < x.n; ++r) outputs.push_back(spread(at::empty(shape)));
+  for (int64_t r = 0; r < x.n; ++r) outputs.push_back(spread(at::empty(shape, dtype)));
   comm::all_to_all(outputs, Tensors(x.n, spread(make(x.me))), x.group).wait();
   for (int64_t r = 0; r < x.n; ++r) expect_same(outputs[r], all[r], "all_to_all");
 
   if (x.n > 1) {
-    at::Tensor received = spread(at::empty(shape));
+    at::Tensor received = spread(at::empty(shape, dtype));
     auto receiving = comm::recv(received, (x.me + x.n - 1) % x.n, x.group);
     comm::send(spread(make(x.me)), (x.me + 1) % x.n, x.group).wait();
     receiving.wait();
@@ -299,9 +322,12 @@ void check_overlapping(const Context& x) {
 void run_collective_suite(const Group& group) {
   const Context context{group};
   check_reductions(context);
+  check_averages<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(context);
   check_large(context);
   check_moves(context);
-  check_not_contiguous(context);
+  check_not_plain(context, at::kFloat, transposed);
+  check_not_plain(context, at::kFloat, negated);
+  check_not_plain(context, at::kComplexFloat, conjugated);
   check_overlapping(context);
 }
 

@@ -104,6 +104,25 @@ RANK_BODY(bad_starts) {
 
 TEST(Rpc, SaysWhyItCannotStart) { expect_ok(spawn_ranks("bad_starts", 2)); }
 
+RANK_BODY(late) {
+  launch(1, [] {
+    for (const int64_t early : {0, 1, 0}) {
+      rpc::Options options;
+      options.timeout = 200ms;
+      const std::string others = early == 0 ? "[1, 2]" : "[0]";
+      for (int i = 0; i < 2 && get_rank() == early; ++i)
+        expect_error<c10::Error>([&] { rpc::init_rpc(options); }, {"waited 200 ms for ranks " + others});
+      barrier();
+      rpc::init_rpc();
+      for (int64_t rank = 0; rank < get_world_size(); ++rank)
+        if (rank != get_rank()) EXPECT_TRUE(add_on(rank).equal(sum_on(rank)));
+      rpc::shutdown();
+    }
+  });
+}
+
+TEST(Rpc, RanksMeetAlsoIfOneHadGivenUp) { expect_ok(spawn_ranks("late", 3)); }
+
 RANK_BODY(silent) {
   launch(1, [] {
     rpc::init_rpc();

@@ -2,6 +2,7 @@
 
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
+#include <tessera/nn/members.h>
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
 
@@ -134,6 +135,35 @@ TEST(Replicate, AccumulatesWithoutReducing) {
     for (int64_t pass = 0; pass < 3; ++pass) loss_of(net, batch_of(small({8, 6}, pass), mesh)).backward();
     expect_same_gradients(net, reference, " reduced three times");
   });
+}
+
+struct SumImpl : Module {
+  SumImpl() {
+    a = register_parameter("a", small({2, 3}, 1));
+    b = register_parameter("b", small({3, 2}, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * (a.view({6}) + b.view({6})); }
+  at::Tensor a, b;
+};
+
+/// Autograd gives both parameters the same memory as gradients.
+TEST(Replicate, GradientsMayShareMemory) {
+  register_members<SumImpl>(&SumImpl::a, &SumImpl::b);
+  SumImpl reference;
+  reference.forward(small({8, 6}, 9)).sum().backward();
+  ASSERT_EQ(reference.a.grad().const_data_ptr(), reference.b.grad().const_data_ptr());
+  for (const int64_t bytes : {1, 1 << 20}) {
+    run(4, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+      SumImpl net;
+      replicate(net, mesh, {.bucket_bytes = bytes, .first_bucket_bytes = bytes});
+      net.forward(batch_of(small({8, 6}, 9), mesh)).sum().backward();
+      const auto expected = reference.named_parameters();
+      for (const auto& parameter : net.named_parameters())
+        expect_close(DTensor(parameter->grad()).full_tensor(), expected[parameter.key()].grad(),
+                     parameter.key());
+    });
+  }
 }
 
 /// On two dims of a mesh, after parallelize_module: some gradients are parts along one, some along both.

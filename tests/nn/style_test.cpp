@@ -174,6 +174,81 @@ TEST(Styles, LocalOutputs) {
   }
 }
 
+/// The same beside another dim of the mesh, however the input is placed there.
+TEST(Styles, LocalOutputsOnTwoDimsOfMesh) {
+  const std::vector<std::vector<int64_t>> shapes{{4, 6}, {4, 2, 6}};
+  for (const auto& shape : shapes) {
+    torch::nn::Linear reference(6, 8);
+    fill(*reference);
+    const at::Tensor expected = reference(small(shape));
+    const at::Tensor weights = testing::numbers(expected.sizes(), 3);
+    (expected * weights).sum().backward();
+    for (const Placement& input : {Replicate(), Shard(0), Shard(1), Partial()}) {
+      for (const Placement& output : {Replicate(), Shard(0), Shard(-1), Partial()}) {
+        run(4, [&] {
+          const std::string what = c10::str(" of ", shape, " from ", input, " to ", output);
+          const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+          auto call = [&](torch::nn::Linear linear, bool use_local_output) {
+            fill(*linear);
+            parallelize_module(
+                *linear, mesh,
+                ColwiseParallel({.output_layouts = output, .use_local_output = use_local_output}),
+                {.dim = "tp"});
+            return linear(distribute_tensor(small(shape), mesh, {input, Replicate()}, std::nullopt));
+          };
+          torch::nn::Linear linear(6, 8);
+          const at::Tensor actual = call(linear, true);
+          ASSERT_FALSE(DTensor::is_dtensor(actual));
+          Placements placements = DTensor(call(torch::nn::Linear(6, 8), false)).placements();
+          expect_close(DTensor::from_local(actual.detach(), mesh, placements).full_tensor(),
+                       expected.detach(), "output" + what);
+          for (Placement& each : placements)
+            if (each.is_partial()) each = Replicate();
+          (actual * distribute_tensor(weights, mesh, placements, std::nullopt).to_local()).sum().backward();
+          expect_close(whole(linear->weight.grad()), reference->weight.grad(), "weight" + what);
+          expect_close(whole(linear->bias.grad()), reference->bias.grad(), "bias" + what);
+        });
+      }
+    }
+  }
+}
+
+/// Of a plain input each rank knows its own part alone, and parts may differ in size and be empty.
+TEST(Styles, UnevenPlainInputs) {
+  auto part_along = [](int64_t dim) {
+    return [dim](const at::Tensor& x, const DeviceMesh& mesh) {
+      return DTensor(replicated(x, mesh)).redistribute({Shard(dim)}).to_local();
+    };
+  };
+  for (const int64_t ranks : {4, 6}) {
+    compare([] { return Mlp(); }, small({2, 4, 6}), {ranks},
+            [](Module& module, const DeviceMesh& mesh) {
+              parallelize_module(
+                  module, mesh,
+                  {{"up", ColwiseParallel({.use_local_output = true})}, {"down", RowwiseParallel()}});
+            },
+            as_it_is, call_forward);
+  }
+  for (const int64_t dim : {0, 1, 2}) {
+    compare([] { return torch::nn::Linear(6, 7); }, small({3, 5, 6}), {4},
+            with_style(ColwiseParallel({.input_layouts = Shard(dim)})), part_along(dim), call_forward);
+  }
+  for (const int64_t length : {7, 5, 1}) {
+    compare([] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, small({3, length, 6}), {4},
+            with_style(SequenceParallel()), part_along(1), call_forward);
+  }
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    torch::nn::LayerNorm module(torch::nn::LayerNormOptions({6}));
+    parallelize_module(*module, mesh, SequenceParallel());
+    expect_error<c10::ValueError>(
+        [&] {
+          module(small({3, get_rank() == 0 ? 2 : 5, 6}));
+        },
+        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk cuts"});
+  });
+}
+
 TEST(Styles, Embeddings) {
   const at::Tensor indices = at::remainder(at::arange(12, at::kLong) * 5, 7).view({3, 4});
   const auto make = [] { return torch::nn::Embedding(7, 5); };
@@ -499,6 +574,10 @@ TEST(Styles, SayWhatIsWrong) {
     expect_error<c10::ValueError>(
         [&] { distribute_parameter(*module->up, "weight", mesh["tp"], {Replicate()}); },
         {"'weight'", "is distributed already, on mesh(dp=2, tp=2)"});
+    torch::nn::Embedding table(4, 6);
+    parallelize_module(*table, mesh, ColwiseParallel(), {.dim = "tp"});
+    const torch::NoGradGuard no_grad;
+    expect_error<c10::ValueError>([&] { small({4, 6}).add_(table->weight); }, {"add_", "plain"});
   });
 }
 

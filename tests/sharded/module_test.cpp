@@ -331,6 +331,15 @@ TEST(ShardedState, TensorsComeBack) {
   });
 }
 
+/// Not only their memory: it may be that of the conjugate or negative.
+TEST(ShardedState, ValuesAreSaved) {
+  const at::Tensor numbers = at::complex(at::arange(3, at::kFloat), at::ones({3}));
+  const StateDict state{{"conjugate", numbers.conj()}, {"negative", at::imag(numbers.conj())}};
+  ASSERT_TRUE(state.at("conjugate").is_conj() && state.at("negative").is_neg());
+  for (const auto& [name, tensor] : from_bytes(to_bytes(state)))
+    EXPECT_TRUE(at::equal(tensor, state.at(name))) << name << tensor;
+}
+
 TEST(ShardedState, OtherRanksOrWorldsAreErrors) {
   std::vector<std::string> saved(4);
   on_ranks(4, [&](int64_t rank) { saved[rank] = ones(chunks(0, {0, 1, 2, 3}), {8}).to_bytes(); });

@@ -472,6 +472,38 @@ TEST(ShardedTensorFromMetadata, IsChecked) {
   });
 }
 
+/// Local shards are in the order of the metadata, in whichever they were given.
+TEST(ShardedTensorFromMetadata, ShardsComeInAnyOrder) {
+  on_ranks(2, [](int64_t rank) {
+    const at::Tensor whole = whole_tensor({4, 2});
+    ShardedTensorMetadata metadata = chunks(0, {0, 1, 1, 0}).build_metadata({4, 2}, {});
+    metadata.tensor_properties.dtype = whole.scalar_type();
+    std::vector<Shard> shards;
+    for (const ShardMetadata& each : metadata.shards_metadata) {
+      if (each.placement->rank() == rank)
+        shards.insert(shards.begin(), {part(whole, each.shard_offsets, each.shard_sizes), each});
+    }
+    const ShardedTensor tensor = init_from_local_shards_and_global_metadata(shards, metadata);
+    expect_parts(tensor, whole);
+    for (int64_t dst = 0; dst < 2; ++dst) {
+      const at::Tensor gathered = tensor.gather(dst);
+      if (rank == dst) EXPECT_TRUE(at::equal(gathered, whole)) << gathered;
+    }
+    shards[0] = shards[1];
+    expect_error<c10::ValueError>([&] { init_from_local_shards_and_global_metadata(shards, metadata); },
+                                  {"shard 1", "was given already"});
+
+    // Shards that hold nothing are alike.
+    metadata = chunks(0, {0, 1, 1, 1}).build_metadata({2, 2}, {});
+    shards.clear();
+    for (const ShardMetadata& each : metadata.shards_metadata) {
+      if (each.placement->rank() == rank) shards.emplace_back(at::ones(each.shard_sizes), each);
+    }
+    EXPECT_EQ(init_from_local_shards_and_global_metadata(shards, metadata).local_shards().size(),
+              shards.size());
+  });
+}
+
 // --- gather
 
 TEST(ShardedTensorGather, AnyTilingToAnyRank) {

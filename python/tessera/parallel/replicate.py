@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -73,21 +74,28 @@ def replicate(
     return module
 
 
+class _Backward:
+    """What there is to reduce in a backward, and in those inside of it, as where activations are computed again. It lives as long as the engine is
+    to call for it: one that failed leaves nothing behind."""
+
+    def __init__(self, buckets: int) -> None:
+        self.tasks: set[int] = set()  # of the engine, that have been told to call us in the end
+        self.ready: list[set[nn.Parameter]] = [set() for _ in range(buckets)]  # by bucket: whose gradients are there and not reduced yet
+        self.started: list[Callable[[], None]] = []  # what is left to do in the end
+
+
 class _Reducer:
     """Reduces gradients as they come."""
 
     def __init__(self, parameters: list[nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
         self.is_on = True
         self._mesh = mesh
-        self._ready: list[set[nn.Parameter]] = []  # by bucket: whose gradients are there and not reduced yet
-        self._started: list[Callable[[], None]] = []  # what is left to do when backward ends
-        self._backward = -1  # which one has been told to call us in the end
+        self._under_way: Callable[[], _Backward | None] = lambda: None
         self._buckets: list[list[nn.Parameter]] = []
         size = bucket_bytes
         for parameter in reversed(parameters):  # about as backward gets there
             if size >= bucket_bytes:
                 self._buckets.append([])
-                self._ready.append(set())
                 size = 0
             size += _local(parameter).nbytes
             self._buckets[-1].append(parameter)
@@ -97,40 +105,45 @@ class _Reducer:
         def hook(parameter: torch.Tensor) -> None:
             if not self.is_on:
                 return
-            backward = torch._C._current_graph_task_id()
-            if backward != self._backward:
-                self._backward = backward
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._ready[bucket].add(cast(nn.Parameter, parameter))
-            if len(self._ready[bucket]) == len(self._buckets[bucket]):
-                self._start(bucket)
+            backward = self._current()
+            backward.ready[bucket].add(cast(nn.Parameter, parameter))
+            if len(backward.ready[bucket]) == len(self._buckets[bucket]):
+                self._start(backward, bucket)
 
         return hook
 
-    def _finish(self) -> None:
-        """Of a backward; one may be inside another, as where activations are computed again."""
+    def _current(self) -> _Backward:
+        backward = self._under_way() or _Backward(len(self._buckets))
+        self._under_way = weakref.ref(backward)
+        task = torch._C._current_graph_task_id()
+        if task not in backward.tasks:
+            backward.tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._finish, backward))
+        return backward
+
+    def _finish(self, backward: _Backward) -> None:
         for bucket in range(len(self._buckets)):
-            if self._ready[bucket]:
-                self._start(bucket)
-        started, self._started = self._started, []
+            if backward.ready[bucket]:
+                self._start(backward, bucket)
+        started, backward.started = backward.started, []
         for finish in started:
             finish()
 
     @torch.no_grad()
-    def _start(self, bucket: int) -> None:
+    def _start(self, backward: _Backward, bucket: int) -> None:
         """Reduce the gradients that are there, those that are reduced alike in one piece."""
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._buckets[bucket]:
-            if parameter in self._ready[bucket]:
+            if parameter in backward.ready[bucket]:
                 way = self._way(parameter)
                 if way is not None:
                     groups.setdefault((*way, parameter.dtype, parameter.device), []).append(parameter)
-        self._ready[bucket].clear()
+        backward.ready[bucket].clear()
         for (mesh, placements, _, _), parameters in groups.items():
             gradients = [_local(_gradient(parameter)) for parameter in parameters]
             together: Any = DTensor.from_local(torch.cat([gradient.reshape(-1) for gradient in gradients]), mesh, placements)
             reduced = together.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
-            self._started.append(functools.partial(_put, parameters, reduced, placements[0] != Partial("avg")))
+            backward.started.append(functools.partial(_put, parameters, reduced, placements[0] != Partial("avg")))
 
     def _way(self, parameter: nn.Parameter) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """On which mesh the local gradients are to be reduced, and how; None if there is nothing to do."""

@@ -73,7 +73,6 @@ class _CutParallel(ParallelStyle):
 
         def before(each: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             what = f"the input of {type(self).__name__} on {type(each).__name__}"
-            # Of a plain input whose features are cut, perhaps unevenly, each rank knows only its own.
             features = None if kind == "embedding" else cast(torch.Tensor, each.weight).shape[1 if kind == "linear" else 0]
             return (_distributed(inputs[0], mesh, self.input_layouts[0], desired, what, features), *inputs[1:])
 
@@ -136,7 +135,8 @@ class RowwiseParallel(_CutParallel):
 class SequenceParallel(ParallelStyle):
     """Replicate the parameters, and let each rank compute a part of the sequence: for nn.LayerNorm, nn.RMSNorm, nn.Dropout and the like.
 
-    A plain input is taken to be this rank's part already; a distributed one is cut so. ``sequence_dim``: the dim that is cut.
+    A plain input is taken to be this rank's part already, perhaps of another size than the others', of which the ranks tell one another; a
+    distributed one is cut so. ``sequence_dim``: the dim that is cut.
     ``use_local_output``: whether the output is what this rank holds of it, a plain tensor, rather than a distributed one.
     """
 
@@ -315,7 +315,8 @@ def _on(mesh: DeviceMesh, layout: Placement, like: torch.Tensor | None = None) -
 
 
 def _distributed(value: Any, mesh: DeviceMesh, given: Placement, desired: Placement | None, what: str, features: int | None = None) -> Any:
-    """The value as a distributed tensor: placed as given if it is a plain one, and then as desired. ``features``: the size of its last dim."""
+    """The value as a distributed tensor: placed as given if it is a plain one, and then as desired. ``features``: the size of its last dim, so
+    that ranks need not ask one another if it is that which is cut."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what} is {type(value).__name__}, but its layout is {given}; expected a tensor, or None for the layout.")
     if not _C.is_dtensor(value):
@@ -325,7 +326,12 @@ def _distributed(value: Any, mesh: DeviceMesh, given: Placement, desired: Placem
                 'tensor, or make the module parallel on a mesh of one dim, such as mesh["tp"].'
             )
         shape = [*value.shape[:-1], features] if features is not None and given in (Shard(-1), Shard(value.ndim - 1)) else None
-        value = DTensor.from_local(value, mesh, _on(mesh, given), shape=shape)
+        # Parts may differ in size, and each rank knows only its own.
+        ask = shape is None and isinstance(given, (Shard, _StridedShard))
+        try:
+            value = DTensor.from_local(value, mesh, _on(mesh, given), run_check=ask, shape=shape)
+        except ValueError as error:
+            raise ValueError(f"{what} is a plain tensor, but no part of one placed {given}: {error}") from None
     elif _C.device_mesh(value) != mesh:
         raise ValueError(f"{what} is on {_C.device_mesh(value)}, but the module was made parallel on {mesh}.")
     return value if desired is None else _redistributed(value, desired)

@@ -231,7 +231,7 @@ ThreadsBackend::Work ThreadsBackend::endCoalescing() {
 ThreadsBackend::Work ThreadsBackend::send(Tensors& tensors, int to, int tag) {
   TESSERA_CHECK_VALUE(to >= 0, "send: ", to, " is not a rank.");
   const at::Tensor& tensor = check_message(tensors, "send", to, getRank(), getSize());
-  auto parcel = point_->mailbox.send(member_, to, tag, tensor.detach().contiguous());
+  auto parcel = point_->mailbox.send(member_, to, tag, calls::plain(tensor));
   return track(
       c10::make_intrusive<MessageWork>(point_, std::move(parcel), true, OpType::SEND, timeout_, tensor));
 }
@@ -247,7 +247,7 @@ ThreadsBackend::Work ThreadsBackend::recvAnysource(Tensors& tensors, int tag) {
 
 ThreadsBackend::Work ThreadsBackend::receive(const Tensors& tensors, int64_t from, int tag, OpType type) {
   const at::Tensor& tensor = check_message(tensors, "recv", from, getRank(), getSize());
-  const at::Tensor place = tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options());
+  const at::Tensor place = calls::is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options());
   auto parcel = point_->mailbox.receive(member_, from, tag, place);
   return track(c10::make_intrusive<MessageWork>(point_, std::move(parcel), false, type, timeout_, tensor));
 }

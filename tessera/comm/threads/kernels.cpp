@@ -35,6 +35,14 @@ struct Wide<c10::BFloat16> {
   using type = float;
 };
 
+/// What sums of integers are exact in, of as many of them as there may be ranks.
+__extension__ using Int128 = __int128;
+__extension__ using Uint128 = unsigned __int128;
+template <class T>
+using Exact = std::conditional_t<sizeof(T) < sizeof(int64_t),
+                                 std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                                 std::conditional_t<std::is_signed_v<T>, Int128, Uint128>>;
+
 template <class T>
 T wrapping_add(T a, T b) {
   if constexpr (std::is_same_v<T, bool>) {
@@ -67,10 +75,10 @@ bool is_nan(T x) {
 /// has its copy.
 constexpr int64_t kBlock = 1024;
 
-template <class T, class Combine, class Finish>
+/// Values of T, combined as W.
+template <class T, class W, class Combine, class Finish>
 void run(std::byte* const* sources, int64_t source_count, std::byte* const* targets, int64_t target_count,
          int64_t first, int64_t elements, Combine combine, Finish finish) {
-  using W = typename Wide<T>::type;
   W block[kBlock];
   for (int64_t start = first; start < first + elements; start += kBlock) {
     const int64_t count = std::min(kBlock, first + elements - start);
@@ -98,7 +106,7 @@ void reduce_as(ReduceOp::RedOpType op, double factor, std::byte* const* sources,
                std::byte* const* targets, int64_t target_count, int64_t first, int64_t elements) {
   using W = typename Wide<T>::type;
   auto with = [&](auto combine, auto finish) {
-    run<T>(sources, source_count, targets, target_count, first, elements, combine, finish);
+    run<T, W>(sources, source_count, targets, target_count, first, elements, combine, finish);
   };
   auto same = [](W x) { return x; };
   auto add = [](W a, W b) { return wrapping_add<W>(a, b); };
@@ -111,9 +119,11 @@ void reduce_as(ReduceOp::RedOpType op, double factor, std::byte* const* sources,
       if constexpr (std::is_same_v<T, bool>) {
         return with(add, same);
       } else if constexpr (std::is_integral_v<T>) {
-        using Wider = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
-        const auto count = static_cast<Wider>(source_count);
-        return with(add, [count](W x) { return static_cast<W>(static_cast<Wider>(x) / count); });
+        using E = Exact<T>;
+        const auto count = static_cast<E>(source_count);
+        return run<T, E>(
+            sources, source_count, targets, target_count, first, elements, [](E a, E b) { return a + b; },
+            [count](E x) { return x / count; });
       } else {
         const W count = static_cast<W>(source_count);
         return with(add, [count](W x) { return x / count; });

@@ -14,8 +14,8 @@ bool can_reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
 
 /// target[t][i] = op(source[0][i], source[1][i], ...) for all targets t and 0 <= i < elements, always in this
 /// order, so that results are the same whoever computes them. Half and bfloat16 are accumulated in float and
-/// rounded once. NaN wins in min and max. Integers wrap; avg of integers rounds toward zero; bool adds as
-/// "or". A source may be a target.
+/// rounded once. NaN wins in min and max. Integers wrap, but not in avg, which rounds toward zero; bool adds
+/// as "or". A source may be a target.
 void reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op, double factor, std::byte* const* sources,
             int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
             int64_t elements);

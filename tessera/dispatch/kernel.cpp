@@ -298,7 +298,7 @@ class OperatorCall {
         return by_functional ? run_functional() : replace(decision.decompose);
       }
       if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
-        report("has to move data between ranks");
+        report(c10::str("has to move data between ranks", described_cuts()));
     }
     if (!recipe_->by_rule) kernel_.fallbacks_.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(arguments_.size())) place(arguments_[i], recipe_->ways[i]);
@@ -645,6 +645,16 @@ class OperatorCall {
     for (const size_t dim : c10::irange(way.slice->size()))
       offset += (*way.slice)[dim] * local.strides()[dim];
     return local.as_strided(way.plan.to.local_shape(), local.strides(), offset);
+  }
+
+  std::string described_cuts() const {
+    std::string text;
+    for (const Argument& argument : arguments_) {
+      if (argument.spec().is_sharded())
+        text += c10::str(text.empty() ? ", as argument '" : ", and '", name_of(argument.position), "' is ",
+                         argument.spec());
+    }
+    return text;
   }
 
   void report(const std::string& problem) const {

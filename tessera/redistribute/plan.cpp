@@ -313,10 +313,12 @@ Cuts Search::wanted(const State& x, size_t axis) const {
   return out;
 }
 
-// Whether a cut becomes partial values without communication.
+// Whether a cut becomes partial values without communication. For an average these are multiples, which
+// integers may not hold.
 bool Search::can_become_partial(int64_t mesh_dim) const {
   const Placement& goal = target(mesh_dim);
-  return goal.is_partial() && !(goal.op() == ReduceOp::avg && to_.dtype() == c10::ScalarType::Bool);
+  return goal.is_partial() &&
+         !(goal.op() == ReduceOp::avg && c10::isIntegralType(to_.dtype(), /*includeBool=*/true));
 }
 
 bool Search::is_cut(const State& x, int64_t mesh_dim) const {

@@ -124,11 +124,12 @@ std::optional<Proposal> least_squares(const Call& call) {
   // Contracted are the batch dims of results that are not there.
   einsum.contracted = Replicate();
   auto add = [&](bool there, const Shape& inner, bool has_columns = false) {
-    einsum.outputs.push_back(there ? batch : Letters());
     Shape shape = there ? a.shape().slice(0, outer).vec() : Shape();
+    Letters output = identity(shape.size());
     shape.insert(shape.end(), inner.begin(), inner.end());
-    einsum.outputs.back().resize(shape.size(), kWhole);
-    if (there && has_columns) einsum.outputs.back().back() = kColumn;
+    output.resize(shape.size(), kWhole);
+    if (there && has_columns) output.back() = kColumn;
+    einsum.outputs.push_back(std::move(output));
     proposal.results.push_back({std::move(shape)});
   };
   const int64_t columns = is_vector ? 1 : b.shape().back();

@@ -109,7 +109,8 @@ TEST(Selecting, MovesLittle) {
 TEST(Selecting, GradientsStayCut) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
-    const at::Tensor x = distribute_tensor(numbers({4000, 8}), mesh, {Shard(0)}, std::nullopt).requires_grad_();
+    const at::Tensor x =
+        distribute_tensor(numbers({4000, 8}), mesh, {Shard(0)}, std::nullopt).requires_grad_();
     const at::Tensor places = distribute_tensor(at::arange(10), mesh, {Replicate()}, std::nullopt);
     const at::Tensor mask = x.detach() > 0;
     for (const auto& select : {Function([&](const Tensors& t) { return t[0].index({mask}); }),

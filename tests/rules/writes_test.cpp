@@ -126,6 +126,21 @@ TEST(Writes, IntoNorms) {
   });
 }
 
+/// Averages of integers are made without leaving their range.
+TEST(Writes, IntoAveragesOfIntegers) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const at::ScalarType dtype : {at::kChar, at::kByte, at::kInt, at::kLong}) {
+      const at::Tensor plain = at::full({3}, 100, dtype);
+      const at::Tensor x = distribute_tensor(at::zeros({3}, dtype), mesh, {Partial(ReduceOp::avg)});
+      x.fill_(100);
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << dtype;
+      x.copy_(distribute_tensor(plain, mesh, {Shard(0)}));
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << dtype;
+    }
+  });
+}
+
 /// A view that is a copy must show what is written into its base later.
 TEST(Writes, AreSeenByViews) {
   run(4, [] {

@@ -327,13 +327,23 @@ Rule unique_rule(bool consecutive) {
             if (counts) proposal.results.push_back({{kLocal}});
             proposal.localize = [=](const Chosen& chosen) {
               Local local;
+              // libtorch gives some results unasked.
+              const auto wanted = [=](Stack results) {
+                const at::Tensor nothing = at::empty({0}, results[1].toTensor().options());
+                if (!with_inverse) results[1] = nothing;
+                if (counts && !with_counts) results[2] = nothing;
+                return results;
+              };
               const Spec& spec = chosen.inputs[0];
-              if (!spec.is_sharded()) return local;
+              if (!spec.is_sharded()) {
+                local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+                  return wanted(call_operator(op, std::move(arguments)));
+                };
+                return local;
+              }
               local.communicates = true;
               local.compute = [=, ranks = Sharers(spec, mesh_dims_of(spec), dim)](
                                   const c10::OperatorHandle& op, Stack arguments) {
-                const at::Tensor x = arguments[0].toTensor();
-                const auto nothing = [&] { return at::empty({0}, x.options().dtype(at::kLong)); };
                 arguments[*inverse] = true;
                 if (counts) arguments[*counts] = true;
                 const Stack own = call_operator(op, arguments);
@@ -342,15 +352,13 @@ Rule unique_rule(bool consecutive) {
                 arguments[0] = ranks.join(values, dim, sizes);
                 Stack results = call_operator(op, std::move(arguments));
                 const at::Tensor where = results[1].toTensor();
-                results[1] = with_inverse ? at::take(where, at::add(own[1].toTensor(), ranks.before(sizes)))
-                                          : nothing();
+                if (with_inverse)
+                  results[1] = at::take(where, at::add(own[1].toTensor(), ranks.before(sizes)));
                 if (with_counts) {
                   const at::Tensor often = at::zeros_like(results[2].toTensor());
                   results[2] = often.index_add_(0, where, ranks.join(own[2].toTensor(), 0, sizes));
-                } else if (counts) {
-                  results[2] = nothing();
                 }
-                return results;
+                return wanted(std::move(results));
               };
               return local;
             };

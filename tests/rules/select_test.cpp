@@ -154,6 +154,8 @@ TEST_P(Families, Uniques) {
     check([](const Tensors& t) { return as_float(std::get<1>(at::_unique(t[0].detach(), true, true))); }, {x},
           false);
     for (const int64_t dim : {0, 1}) {
+      check([=](const Tensors& t) { return as_float(std::get<0>(at::unique_dim(t[0].detach(), dim))); }, {x},
+            false);
       check([=](const Tensors& t) { return flat(at::unique_dim(t[0].detach(), dim, true, true, true)); }, {x},
             false);
       check([=](const Tensors& t) { return flat(at::unique_consecutive(t[0].detach(), true, true, dim)); },

@@ -35,7 +35,7 @@ Made by `make audit`; do not edit.
 Operators that PyTorch's operator database reaches with tensors cut along their first or last dim, forward and backward, and that had no
 rule which applied in some of these calls: arguments were gathered, every rank computed all, and the result was replicated. All of them are
 right. `calls` counts those of one rank. Where an operator has a rule in [operators.md](operators.md), it is one of the rare calls that the rule leaves
-alone: tensors that are empty or without dims, masks as indices, shapes that have to be broadcast.
+alone: tensors that are empty or without dims.
 """
 
 

@@ -63,18 +63,25 @@ Row ranges(Placements inputs, const Placement& output) {
 /// What is selected from partial values is partial.
 Row selected_partial() { return {{Partial(), Replicate()}, {Partial()}, 0, false, /*any_partial=*/true}; }
 
+/// With the first two arguments, a tensor and a mask, broadcast.
+Proposal broadcast_first() {
+  Proposal proposal;
+  proposal.decompose = [](const c10::OperatorHandle& op, Stack arguments) {
+    const at::Tensor x = arguments[0].toTensor(), mask = arguments[1].toTensor();
+    const auto shape = at::infer_size(x.sizes(), mask.sizes());
+    arguments[0] = x.expand(shape);
+    arguments[1] = mask.expand(shape);
+    return call_operator(op, std::move(arguments));
+  };
+  return proposal;
+}
+
 std::optional<Proposal> masked_select(const Call& call) {
   const auto self = call.tensor("self"), mask = call.tensor("mask");
   if (!self || !mask) return std::nullopt;
   const Spec &x = call.tensors[*self], &marks = call.tensors[*mask];
+  if (x.shape() != marks.shape()) return broadcast_first();
   Proposal proposal;
-  if (x.shape() != marks.shape()) {
-    proposal.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-      const auto both = at::expand_outplace(arguments[0].toTensor(), arguments[1].toTensor());
-      return Stack{at::masked_select(*std::get<0>(both), *std::get<1>(both))};
-    };
-    return proposal;
-  }
   for (const int64_t dim : c10::irange(x.ndim())) {
     if (few_runs(marks, dim)) proposal.rows.push_back(ranges({Shard(dim), Shard(dim)}, Shard(0)));
   }
@@ -256,7 +263,7 @@ std::optional<Proposal> masked_scatter(const Call& call) {
   const auto self = call.tensor("self"), mask = call.tensor("mask"), source = call.tensor("source");
   if (!self || !mask || !source) return std::nullopt;
   const Spec &x = call.tensors[*self], &marks = call.tensors[*mask], &values = call.tensors[*source];
-  if (x.ndim() == 0 || x.shape() != marks.shape()) return std::nullopt;
+  if (x.shape() != marks.shape()) return broadcast_first();
   const Placement rows = values.ndim() == 1 ? rows_of_marks(values) : Placement(Replicate());
   Proposal proposal;
   for (const int64_t dim : c10::irange(x.ndim())) {
@@ -279,7 +286,7 @@ std::optional<Proposal> masked_scatter_backward(const Call& call) {
   const auto gradient = call.tensor("grad_output"), mask = call.tensor("mask");
   if (!gradient || !mask) return std::nullopt;
   const Spec &g = call.tensors[*gradient], &marks = call.tensors[*mask];
-  if (g.ndim() == 0 || g.shape() != marks.shape()) return std::nullopt;
+  if (g.shape() != marks.shape()) return broadcast_first();
   const Shape sizes = call.integers("sizes");
   Proposal proposal;
   for (const int64_t dim : c10::irange(g.ndim())) {

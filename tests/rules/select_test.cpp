@@ -39,6 +39,8 @@ TEST_P(Families, Masks) {
     check([](const Tensors& t) { return at::masked_scatter(t[0], t[1], t[2]); }, {x, mask, often}, false);
     check([](const Tensors& t) { return at::masked_scatter(t[0], t[1], t[2]); }, {x, mask, often.view(shape)},
           false);
+    check([](const Tensors& t) { return at::masked_scatter(t[0], t[1], t[2]); },
+          {x, mask.select(0, 0), numbers({2 * x.numel()}, 5)}, false);
     const at::Tensor values = numbers({mask.sum().item<int64_t>()}, 3);
     std::vector<int64_t> of_rows = shape;
     of_rows[0] = some.sum().item<int64_t>();

@@ -93,11 +93,12 @@ Sharers::Sharers(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_
   }
 }
 
-std::vector<int64_t> Sharers::sizes(int64_t own) const {
-  const at::Tensor all = at::empty({static_cast<int64_t>(ranks_.size())}, at::kLong);
-  comm::all_gather_into(all, at::full({1}, own, at::kLong), group_).wait();
+std::vector<int64_t> Sharers::sizes(const at::Tensor& own, int64_t dim) const {
+  const at::Tensor all = at::empty({static_cast<int64_t>(ranks_.size())}, own.options().dtype(at::kLong));
+  comm::all_gather_into(all, at::full({1}, own.size(dim), all.options()), group_).wait();
+  const at::Tensor known = all.cpu();
   std::vector<int64_t> result;
-  for (const size_t rank : ranks_) result.push_back(all.const_data_ptr<int64_t>()[rank]);
+  for (const size_t rank : ranks_) result.push_back(known.const_data_ptr<int64_t>()[rank]);
   return result;
 }
 

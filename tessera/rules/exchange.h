@@ -64,8 +64,8 @@ class Sharers {
   const std::vector<int64_t>& held() const { return held_; }
   size_t self() const { return self_; }
 
-  /// What each of them says. Collective.
-  std::vector<int64_t> sizes(int64_t own) const;
+  /// The size along `dim` of what each of them has. Collective.
+  std::vector<int64_t> sizes(const at::Tensor& own, int64_t dim) const;
   /// What each of them has, one after the other along `dim`; `sizes`: of each there. Collective.
   at::Tensor join(const at::Tensor& own, int64_t dim, const std::vector<int64_t>& sizes) const;
   /// The sum of the sizes of those before this one.

@@ -355,7 +355,7 @@ Rule unique_rule(bool consecutive) {
                 if (counts) arguments[*counts] = true;
                 const Stack own = call_operator(op, arguments);
                 const at::Tensor values = own[0].toTensor();
-                const std::vector<int64_t> sizes = ranks.sizes(values.size(dim));
+                const std::vector<int64_t> sizes = ranks.sizes(values, dim);
                 arguments[0] = ranks.join(values, dim, sizes);
                 Stack results = call_operator(op, std::move(arguments));
                 const at::Tensor where = results[1].toTensor();

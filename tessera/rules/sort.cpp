@@ -106,7 +106,7 @@ Proposal extreme_of_all(const Spec& spec, bool largest, bool keep) {
         value = value.narrow(0, here, 1);
         place = at::full({1}, global_place(here, x), place.options());
       }
-      const std::vector<int64_t> sizes = ranks.sizes(value.numel());
+      const std::vector<int64_t> sizes = ranks.sizes(value, 0);
       // Of equal ones the first.
       const auto [places, order] = at::sort(ranks.join(place, 0, sizes));
       const at::Tensor values = at::index_select(ranks.join(value, 0, sizes), 0, order);

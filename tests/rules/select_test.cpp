@@ -107,6 +107,24 @@ TEST(Selecting, MovesLittle) {
   });
 }
 
+/// Mesh dims may cut a dim in any order; so they do the result.
+TEST(Selecting, InAnyOrderOfCuts) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const at::Tensor plain = numbers({9, 3});
+    const DTensor usual(distribute_tensor(plain, mesh, {Shard(0), Shard(0)}, std::nullopt));
+    const DTensor x(usual.redistribute({Shard(0), Shard(0)}, {.order = {1, 0}}));
+    EXPECT_FALSE(x.spec().order().empty());
+    const at::Tensor mask = x > 0, written = x.clone();
+    expect_close(DTensor(x.index({mask})).full_tensor(), plain.index({plain > 0}), "x[mask]");
+    expect_close(DTensor(at::nonzero(mask)).full_tensor(), at::nonzero(plain > 0), "nonzero");
+    written.index_put_({mask}, x.index({mask}) * 2);
+    expect_close(DTensor(written).full_tensor(), at::where(plain > 0, plain * 2, plain), "x[mask] = y");
+    expect_close(DTensor(at::cumsum(x, 0)).full_tensor(), at::cumsum(plain, 0), "cumsum");
+    expect_close(DTensor(at::argmax(x, 0)).full_tensor(), at::argmax(plain, 0), "argmax");
+  });
+}
+
 /// Nor do gradients.
 TEST(Selecting, GradientsStayCut) {
   run(4, [] {

@@ -21,6 +21,15 @@ bool few_runs(const Spec& marks, int64_t dim) {
   return dim == 0 || c10::multiply_integers(marks.shape().slice(dim)) >= 32 * marks.mesh().size();
 }
 
+/// The dims for which that is so.
+Shape dims_to_cut(const Spec& marks) {
+  Shape dims;
+  for (const int64_t dim : c10::irange(marks.ndim())) {
+    if (few_runs(marks, dim)) dims.push_back(dim);
+  }
+  return dims;
+}
+
 /// The results, on local tensors.
 using Compute =
     std::function<Stack(const c10::OperatorHandle&, Stack arguments, const Marked&, const Chosen&)>;
@@ -82,9 +91,8 @@ std::optional<Proposal> masked_select(const Call& call) {
   const Spec &x = call.tensors[*self], &marks = call.tensors[*mask];
   if (x.shape() != marks.shape()) return broadcast_first();
   Proposal proposal;
-  for (const int64_t dim : c10::irange(x.ndim())) {
-    if (few_runs(marks, dim)) proposal.rows.push_back(ranges({Shard(dim), Shard(dim)}, Shard(0)));
-  }
+  for (const int64_t dim : dims_to_cut(marks))
+    proposal.rows.push_back(ranges({Shard(dim), Shard(dim)}, Shard(0)));
   proposal.rows.push_back(selected_partial());
   proposal.results = {{{kLocal}}};
   proposal.localize = with_marks(call, "mask", true, select_and_collect);
@@ -94,9 +102,7 @@ std::optional<Proposal> masked_select(const Call& call) {
 std::optional<Proposal> nonzero(const Call& call) {
   const Spec& x = call.tensors[0];
   Proposal proposal;
-  for (const int64_t dim : c10::irange(x.ndim())) {
-    if (few_runs(x, dim)) proposal.rows.push_back(ranges({Shard(dim)}, Shard(0)));
-  }
+  for (const int64_t dim : dims_to_cut(x)) proposal.rows.push_back(ranges({Shard(dim)}, Shard(0)));
   proposal.results = {{{kLocal, x.ndim()}}};
   proposal.localize =
       with_marks(call, "self", true,
@@ -266,9 +272,8 @@ std::optional<Proposal> masked_scatter(const Call& call) {
   if (x.shape() != marks.shape()) return broadcast_first();
   const Placement rows = values.ndim() == 1 ? rows_of_marks(values) : Placement(Replicate());
   Proposal proposal;
-  for (const int64_t dim : c10::irange(x.ndim())) {
-    if (few_runs(marks, dim)) proposal.rows.push_back(ranges({Shard(dim), Shard(dim), rows}, Shard(dim)));
-  }
+  for (const int64_t dim : dims_to_cut(marks))
+    proposal.rows.push_back(ranges({Shard(dim), Shard(dim), rows}, Shard(dim)));
   proposal.results = {{x.shape().vec()}};
   proposal.localize = with_marks(
       call, "mask", false,
@@ -289,11 +294,9 @@ std::optional<Proposal> masked_scatter_backward(const Call& call) {
   if (g.shape() != marks.shape()) return broadcast_first();
   const Shape sizes = call.integers("sizes");
   Proposal proposal;
-  for (const int64_t dim : c10::irange(g.ndim())) {
-    if (few_runs(marks, dim))
-      proposal.rows.push_back(
-          ranges({Shard(dim), Shard(dim)}, sizes.size() == 1 ? Placement(Shard(0)) : Partial()));
-  }
+  for (const int64_t dim : dims_to_cut(marks))
+    proposal.rows.push_back(
+        ranges({Shard(dim), Shard(dim)}, sizes.size() == 1 ? Placement(Shard(0)) : Partial()));
   proposal.results = {{sizes}};
   proposal.localize = with_marks(
       call, "mask", false,

@@ -167,6 +167,7 @@ void bind_dtensors(py::module_& module) {
       .def("exit", &CommunicationScope::exit);
 
   module.def("fallback_counts", &fallback_counts);
+  module.def("layout_copy_counts", &layout_copy_counts);
   module.def("dispatch_cache_statistics", [] {
     const CacheStatistics statistics = dispatch_cache_statistics();
     return py::make_tuple(statistics.hits, statistics.misses, statistics.size);

@@ -49,6 +49,15 @@ py::object propose(const std::string& name, const std::string& overload, const p
   return py::make_tuple(rows, static_cast<bool>(proposal->decompose));
 }
 
+/// Whether the operator's kernels are given slices of replicas as views; see rules::Rule.
+bool takes_slices(const std::string& name, const std::string& overload) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  TESSERA_CHECK_VALUE(op, "There is no operator ", name, ".", overload, ".");
+  const rules::Rule* rule = rules::find_rule(overload.empty() ? name : name + "." + overload,
+                                             op->hasTag(at::Tag::pointwise));
+  return rule && rule->takes_slices;
+}
+
 /// A tensor of a call, as Python functions see it.
 py::object tensor_spec(const Spec& spec) {
   return py::module_::import("tessera._sharding")
@@ -133,6 +142,7 @@ void bind_rules(py::module_& module) {
   });
   module.def("register_sharding", &register_rule, py::arg("name"), py::arg("overload"), py::arg("function"));
   module.def("propose_sharding", &propose, py::arg("name"), py::arg("overload"));
+  module.def("takes_slices", &takes_slices, py::arg("name"), py::arg("overload"));
 }
 
 }  // namespace tessera::python

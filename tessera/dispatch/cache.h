@@ -28,6 +28,9 @@ TESSERA_API void set_dispatch_cache_capacity(size_t capacity);
 /// How many calls of each operator the process has computed on replicas, for want of a rule that applies. All
 /// threads' calls; operators without any are not there.
 TESSERA_API std::map<std::string, uint64_t> fallback_counts();
+/// How many results of each operator had to be copied, as its kernel laid them out in memory otherwise than
+/// the rule says.
+TESSERA_API std::map<std::string, uint64_t> layout_copy_counts();
 
 /// What tells calls apart that need different plans.
 using CacheKey = c10::SmallVector<uint64_t, 14>;

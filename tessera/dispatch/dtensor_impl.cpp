@@ -1,5 +1,6 @@
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 
 #include <c10/core/AutogradState.h>
 
@@ -121,7 +122,14 @@ void DTensorImpl::write_through() const {
 }
 
 at::Tensor make_dtensor(at::Tensor local, Spec spec) {
+  local = laid_out(local, spec);
   return at::detail::make_tensor<DTensorImpl>(std::move(local), std::move(spec));
+}
+
+at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec, const at::TensorOptions& options) {
+  at::Tensor result = at::detail::make_tensor<DTensorImpl>(at::empty({0}, options), std::move(spec));
+  DTensorImpl::of(result)->set_pending(std::move(pending));
+  return result;
 }
 
 void check_local(const at::Tensor& local, const Spec& spec, const char* what) {

@@ -98,8 +98,12 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   std::shared_ptr<const WeightHooks> hooks_;
 };
 
-/// A distributed tensor of this rank's `local`. No checks, no autograd.
+/// A distributed tensor of this rank's `local`, or of a copy if that does not lie in memory as `spec` says
+/// (see redistribute/memory.h). No other checks, no autograd.
 TESSERA_API at::Tensor make_dtensor(at::Tensor local, Spec spec);
+/// The same, of a local tensor that is still on its way.
+TESSERA_API at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec,
+                                    const at::TensorOptions& options);
 
 /// Throws, naming rank and both shapes, unless `local` has the shape and dtype that `spec` gives this rank.
 TESSERA_API void check_local(const at::Tensor& local, const Spec& spec, const char* what);

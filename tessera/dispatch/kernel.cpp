@@ -6,6 +6,7 @@
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/plan.h>
 #include <tessera/rules/choose.h>
@@ -55,7 +56,7 @@ struct Argument {
 /// How a local tensor gets to where the operator needs it.
 struct Way {
   Plan plan;
-  /// Where the part that is kept begins, if nothing else has to be done: then it is a view.
+  /// Where the part that is kept begins, if nothing else has to be done and the operator may be given a view.
   std::optional<c10::DimVector> slice = {};
   /// Of a tensor that is written: the way back.
   std::optional<Plan> back = {};
@@ -141,6 +142,7 @@ class Kernel final : public c10::OperatorKernel {
 
   const std::string& name() const { return name_; }
   uint64_t fallbacks() const { return fallbacks_; }
+  uint64_t copies() const { return copies_; }
 
   /// All kernels there are. Hold the mutex.
   static std::vector<const Kernel*>& all() {
@@ -229,6 +231,7 @@ class Kernel final : public c10::OperatorKernel {
       returned_argument_;      // by result: the argument that is written and returned as it, or -1
   std::vector<bool> is_view_;  // by result
   mutable std::atomic<uint64_t> fallbacks_{0};
+  mutable std::atomic<uint64_t> copies_{0};
 
   mutable std::atomic<const Resolved*> resolved_{nullptr};
   mutable std::mutex mutex_;
@@ -362,6 +365,7 @@ class OperatorCall {
     const auto& impl = *static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
     key_.push_back(reinterpret_cast<uint64_t>(impl.spec().id()));
     const bool written = kernel_.written_[position];
+    check_layout(impl.local(), impl.spec());
     arguments_.push_back(
         {static_cast<uint32_t>(position), written, in_list, false, std::move(tensor), impl.local()});
   }
@@ -570,11 +574,12 @@ class OperatorCall {
     return recipe;
   }
 
-  static Way way(const Spec& from, const Spec& to) {
+  Way way(const Spec& from, const Spec& to) const {
     Way result{plan(from, to)};
     const auto& steps = result.plan.steps;
-    if (steps.empty() || std::any_of(steps.begin(), steps.end(),
-                                     [](const Step& step) { return step.kind != StepKind::slice; })) {
+    if (!resolved_.rule || !resolved_.rule->takes_slices || steps.empty() ||
+        std::any_of(steps.begin(), steps.end(),
+                    [](const Step& step) { return step.kind != StepKind::slice; })) {
       return result;
     }
     const auto held = from.local_pieces(), kept = to.local_pieces();
@@ -816,6 +821,8 @@ class OperatorCall {
     if (draws_unseeded()) [[unlikely]]
       same_on_all_ranks(local);
     const Spec& spec = output_spec(local, number);
+    if (!lies_as(local, spec)) [[unlikely]]
+      kernel_.copies_.fetch_add(1, std::memory_order_relaxed);
     if (!kernel_.is_view_[index]) return make_dtensor(std::move(local), spec);
     // A view of a tensor that is not one of inference mode is none either.
     std::optional<c10::InferenceMode> normal;
@@ -1049,6 +1056,15 @@ std::map<std::string, uint64_t> fallback_counts() {
   std::map<std::string, uint64_t> counts;
   for (const Kernel* kernel : Kernel::all()) {
     if (kernel->fallbacks() > 0) counts[kernel->name()] = kernel->fallbacks();
+  }
+  return counts;
+}
+
+std::map<std::string, uint64_t> layout_copy_counts() {
+  const std::lock_guard lock(Kernel::all_mutex());
+  std::map<std::string, uint64_t> counts;
+  for (const Kernel* kernel : Kernel::all()) {
+    if (kernel->copies() > 0) counts[kernel->name()] = kernel->copies();
   }
   return counts;
 }

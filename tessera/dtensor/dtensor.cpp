@@ -6,6 +6,7 @@
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/plan.h>
 
 #include <ostream>
@@ -72,9 +73,8 @@ at::Tensor moved(const at::Tensor& tensor, const Spec& target, at::ScalarType dt
   const Plan way = plan(in_dtype(impl->spec()), to);
   const at::Tensor input = local.to(dtype);
   if (async_op && way.communicates()) {
-    at::Tensor result = make_dtensor(at::empty({0}, input.options()), to);
-    DTensorImpl::of(result)->set_pending(std::make_shared<PendingTensor>(execute_async(way, input)));
-    return with_message(std::move(result));
+    return with_message(
+        make_dtensor(std::make_shared<PendingTensor>(execute_async(way, input)), to, input.options()));
   }
   at::Tensor output = execute(way, input);
   if (output.is_alias_of(local)) output = output.clone();  // replicas must not be written to on one rank only
@@ -196,7 +196,7 @@ std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mes
   mine[1] = static_cast<int64_t>(local.scalar_type());
   for (const int64_t dim : c10::irange(local.dim())) mine[2 + dim] = local.size(dim);
   const Group group = joint_group(mesh);
-  at::Tensor all = at::empty({mesh.size(), 2 + kMaxDims}, at::kLong);
+  at::Tensor all = new_memory({mesh.size(), 2 + kMaxDims}, at::kLong);
   const at::Device device = mesh.device_type();
   mine = mine.to(device);
   at::Tensor gathered = all.to(device);
@@ -238,7 +238,7 @@ DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& 
   const Spec spec = factory_spec(shape, mesh, placements, options);
   const Spec placed = spec.with_placements(with_partials_replicated(spec.placements()));
   at::Tensor local =
-      at::empty(spec.local_shape(), on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
+      new_memory(spec.local_shape(), on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
   if (mesh.is_member()) {
     write(local, random::Region(placed), random::next_draw(mesh));
     local = execute(plan(placed, spec), local);
@@ -305,7 +305,7 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
     if (options.run_check) {
       for (const int64_t dim : c10::irange(mesh.ndim())) {
         if (spec.placement(dim).is_replicate() && mesh.shape()[dim] > 1) {
-          mine = mine.contiguous();
+          mine = laid_out(mine, spec);
           comm::broadcast(mine.detach(), 0, mesh.get_group(MeshDim(dim))).wait();
         }
       }
@@ -340,10 +340,8 @@ DTensor DTensor::unflatten(const at::Tensor& local, const Context& context) {
 }
 
 DTensor DTensor::coerce_gradient(const DTensor& gradient) const {
-  const DTensor placed =
-      gradient.redistribute(with_partials_replicated(placements()), in_order(spec().order()));
-  const at::Tensor& local = DTensorImpl::of(placed)->local();
-  return local.is_contiguous() ? placed : DTensor(make_dtensor(local.contiguous(), placed.spec()));
+  return DTensor(
+      gradient.redistribute(with_partials_replicated(placements()), in_order(spec().order())).contiguous());
 }
 
 std::string DTensor::Context::str() const {
@@ -397,7 +395,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
     TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank number ",
                         *source, " in ", mesh, ".");
     const Group group = joint_group(mesh);
-    local = at::empty(placed.local_shape(), whole.options());
+    local = new_memory(placed.local_shape(), whole.options());
     std::vector<at::Tensor> parts;
     if (group->getRank() == *source) {
       for (const auto& coordinate : coordinates(mesh))
@@ -414,7 +412,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
 DTensor empty(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
               at::TensorOptions options) {
   const Spec spec = factory_spec(shape, mesh, placements, options);
-  return made(at::empty(spec.local_shape(), on_mesh(options, mesh).requires_grad(false)), spec, options);
+  return made(new_memory(spec.local_shape(), on_mesh(options, mesh).requires_grad(false)), spec, options);
 }
 
 DTensor full(c10::IntArrayRef shape, const at::Scalar& value, const DeviceMesh& mesh, Placements placements,

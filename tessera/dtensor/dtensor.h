@@ -48,8 +48,8 @@ class TESSERA_API DTensor : public at::Tensor {
     /// as R.
     OptionalPlacements grad_placements = {};
   };
-  /// The tensor of which each rank of the mesh holds `local`; it shares its memory. Outside the mesh `local`
-  /// is ignored.
+  /// The tensor of which each rank of the mesh holds `local`. It shares its memory if that lies as the global
+  /// strides say (contiguous, by default), else it is a copy. Outside the mesh `local` is ignored.
   static DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,
                             const FromLocalOptions& options);
   static DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements);

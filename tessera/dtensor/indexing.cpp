@@ -21,8 +21,10 @@ using Indices = c10::List<std::optional<at::Tensor>>;
 /// A tensor that is placed like another, and takes no memory.
 at::Tensor placed_like(const at::Tensor& tensor) {
   const DTensorImpl& impl = *DTensorImpl::of(tensor);
-  const at::Tensor local = at::zeros({}, impl.local().options()).expand(impl.spec().local_shape());
-  return make_dtensor(local, impl.spec());
+  const Spec& spec = impl.spec();
+  const at::Tensor local = at::zeros({}, impl.local().options()).expand(spec.local_shape());
+  return make_dtensor(local, Spec(spec.mesh(), spec.placements(), spec.shape(),
+                                  c10::DimVector(spec.ndim(), 0), spec.dtype(), spec.order()));
 }
 
 struct IndexOfCut : torch::autograd::Function<IndexOfCut> {

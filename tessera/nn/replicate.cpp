@@ -4,6 +4,7 @@
 #include <tessera/nn/attachment.h>
 #include <tessera/nn/distribute_module.h>
 #include <tessera/nn/replicate.h>
+#include <tessera/redistribute/memory.h>
 
 #include <map>
 #include <utility>
@@ -102,7 +103,9 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
       const Group group = key.mesh.get_group(std::vector<MeshDim>(key.dims.begin(), key.dims.end()));
       // A copy, also of a single one: autograd may have given several parameters the same memory.
       std::vector<at::Tensor> rows;
-      for (const at::Tensor& local : bucket.locals) rows.push_back(local.reshape({-1}));
+      for (const size_t i : c10::irange(bucket.locals.size()))
+        rows.push_back(
+            laid_out(bucket.locals[i], bucket.reduced[i]).as_strided({bucket.locals[i].numel()}, {1}));
       at::Tensor flat = at::cat(rows);
       auto pending = comm::all_reduce(flat, c10d::ReduceOp::SUM, group);
       under_way.push_back({std::move(bucket), std::move(flat), std::move(pending)});
@@ -116,10 +119,10 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
         each.pending.wait();
         int64_t offset = 0;
         for (const size_t i : c10::irange(each.bucket.parameters.size())) {
-          const at::Tensor& given = each.bucket.locals[i];
-          at::Tensor local = each.flat.narrow(0, offset, given.numel()).view(given.sizes());
-          offset += given.numel();
-          each.bucket.parameters[i].mutable_grad() = make_dtensor(std::move(local), each.bucket.reduced[i]);
+          const Spec& spec = each.bucket.reduced[i];
+          at::Tensor local = each.flat.as_strided(spec.local_shape(), spec.local_strides(), offset);
+          offset += local.numel();
+          each.bucket.parameters[i].mutable_grad() = make_dtensor(std::move(local), spec);
         }
       }
     }

@@ -166,17 +166,32 @@ DimVector local_strides(IntArrayRef global_strides, IntArrayRef local_shape) {
   TESSERA_CHECK_VALUE(global_strides.size() == local_shape.size(), "strides ", global_strides,
                       " and local shape ", local_shape,
                       " differ in length: expected one stride for each dim");
-  DimVector outer_to_inner = numbers<DimVector>(local_shape.size());
-  std::stable_sort(outer_to_inner.begin(), outer_to_inner.end(),
-                   [&](int64_t a, int64_t b) { return global_strides[a] > global_strides[b]; });
+  const DimVector order = outer_to_inner(global_strides);
   DimVector strides(local_shape.size());
   int64_t stride = 1;
   for (size_t i = local_shape.size(); i-- > 0;) {
-    const int64_t dim = outer_to_inner[i];
+    const int64_t dim = order[i];
     strides[dim] = stride;
     stride *= std::max<int64_t>(local_shape[dim], 1);
   }
   return strides;
+}
+
+DimVector outer_to_inner(IntArrayRef strides) {
+  DimVector dims = numbers<DimVector>(strides.size());
+  // By insertion from the inside out: past a stride of 0 the search goes on, where a sort would need an
+  // order.
+  for (size_t last = dims.size(); last-- > 0;) {
+    size_t at = last;
+    for (size_t i = last + 1; i < dims.size(); ++i) {
+      const int64_t inner = strides[dims[i]], moving = strides[dims[at]];
+      if (inner == 0 || moving == 0 || inner == moving) continue;
+      if (inner < moving) break;
+      std::rotate(dims.begin() + at, dims.begin() + at + 1, dims.begin() + i + 1);
+      at = i;
+    }
+  }
+  return dims;
 }
 
 }  // namespace tessera

@@ -72,4 +72,10 @@ TESSERA_API c10::DimVector global_shape_from_locals(c10::ArrayRef<c10::DimVector
 ///   strides (1, 4), local shape [2, 3] -> (1, 2)
 TESSERA_API c10::DimVector local_strides(c10::IntArrayRef global_strides, c10::IntArrayRef local_shape);
 
+/// The dims from the outermost, which has the largest stride, to the innermost. Dims of equal strides keep
+/// their order, and a stride of 0 (an expanded dim) says nothing, as in libtorch's own inference of dense
+/// strides.
+///   strides (1, 8, 4) -> [1, 2, 0]      strides (0, 1) -> [0, 1]
+TESSERA_API c10::DimVector outer_to_inner(c10::IntArrayRef strides);
+
 }  // namespace tessera

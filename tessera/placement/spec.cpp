@@ -35,6 +35,16 @@ void check_strides(c10::IntArrayRef strides, c10::IntArrayRef shape) {
   }
 }
 
+bool is_dense(c10::IntArrayRef shape, c10::IntArrayRef strides) {
+  const c10::DimVector dense = local_strides(strides, shape);
+  bool equal = true;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] == 0) return true;
+    equal &= shape[i] == 1 || strides[i] == dense[i];
+  }
+  return equal;
+}
+
 }  // namespace
 
 /// The specs that exist. Entries are keyed by hash and hold no reference: the deleter of a spec removes its
@@ -122,6 +132,7 @@ Spec::Spec(const DeviceMesh& mesh, c10::ArrayRef<Placement> placements, c10::Int
 }
 
 void Spec::complete(State& state) {
+  state.dense = tessera::is_dense(state.shape, state.strides);
   state.numel = std::accumulate(state.shape.begin(), state.shape.end(), int64_t{1}, std::multiplies<>());
   if (const auto coordinate = state.mesh.get_coordinate()) {
     state.local = local_shape_and_global_offset(state.shape, state.mesh.shape(), state.placements,
@@ -182,7 +193,9 @@ std::vector<Pieces> Spec::local_pieces(c10::IntArrayRef coordinate) const {
 }
 
 Spec Spec::with_placements(c10::ArrayRef<Placement> placements, c10::IntArrayRef order) const {
-  return Spec(mesh(), placements, shape(), strides(), dtype(), order);
+  Spec same(mesh(), placements, shape(), strides(), dtype(), order);
+  if (is_dense() || same == *this) return same;
+  return Spec(mesh(), placements, shape(), tessera::local_strides(strides(), shape()), dtype(), order);
 }
 
 std::string Spec::str() const { return state_ == nullptr ? "undefined" : to_text(layout_of(*this)); }

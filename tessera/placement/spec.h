@@ -55,6 +55,8 @@ class TESSERA_API Spec {
   /// What this rank holds. Outside the mesh: shape [0], an empty offset and no pieces.
   c10::IntArrayRef local_shape() const { return state().local.shape; }
   c10::IntArrayRef global_offset() const { return state().local.offset; }
+  /// Of a dense local tensor, whose dims lie in memory in the order that `strides` say. The local tensor of
+  /// every DTensor has them if the spec is dense; see redistribute/memory.h.
   c10::IntArrayRef local_strides() const { return state().local_strides; }
   std::vector<Pieces> local_pieces() const;
 
@@ -63,6 +65,9 @@ class TESSERA_API Spec {
   c10::DimVector global_offset(c10::IntArrayRef coordinate) const;
   std::vector<Pieces> local_pieces(c10::IntArrayRef coordinate) const;
 
+  /// The strides leave no gaps and nothing overlaps: those of a tensor of its own, not of a slice, a diagonal
+  /// or an expanded dim.
+  bool is_dense() const { return state().dense; }
   /// Every rank holds the whole tensor.
   bool is_replicated() const { return state().replicated; }
   /// Some mesh dim cuts the tensor, strided or not, even if that mesh dim has size 1.
@@ -70,7 +75,8 @@ class TESSERA_API Spec {
   /// Some mesh dim, even one of size 1, has yet to be reduced.
   bool has_partial() const { return state().partial; }
 
-  /// The same tensor with other placements, and the default order unless given one.
+  /// The same tensor with other placements, and the default order unless given one. Redistribution gives it
+  /// memory of its own, so that the strides are dense then, with the dims in the same order.
   Spec with_placements(c10::ArrayRef<Placement> placements, c10::IntArrayRef order = {}) const;
 
   friend bool operator==(const Spec& a, const Spec& b) { return a.state_ == b.state_; }
@@ -99,6 +105,7 @@ class TESSERA_API Spec {
     int64_t numel = 0;
     LocalBox local = {};
     c10::DimVector local_strides = {};
+    bool dense = true;
     bool replicated = false;
     bool sharded = false;
     bool partial = false;

@@ -1,6 +1,7 @@
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/overlap.h>
 
 #include <algorithm>
@@ -75,6 +76,37 @@ void put(const at::Tensor& tensor, const Box& box, const at::Tensor& part, size_
     done += range.size;
   }
 }
+
+// How the tensors of a step lie in memory: densely, in the dim order of their spec. What is communicated is
+// seen with the dims in that order, as collectives want contiguous memory.
+class Memory {
+ public:
+  explicit Memory(const Spec& spec)
+      : strides_(spec.strides()),
+        order_(outer_to_inner(strides_)),
+        in_order_(std::is_sorted(order_.begin(), order_.end())) {}
+  at::Tensor contiguous_view(const at::Tensor& tensor) const {
+    return in_order_ ? tensor : tensor.permute(order_);
+  }
+  bool is_dense(const at::Tensor& tensor) const { return contiguous_view(tensor).is_contiguous(); }
+  at::Tensor dense(const at::Tensor& tensor) const {
+    return is_dense(tensor) ? tensor : empty(tensor.sizes(), tensor.options()).copy_(tensor);
+  }
+  at::Tensor empty(c10::IntArrayRef shape, const at::TensorOptions& options) const {
+    if (in_order_) return new_memory(shape, options);
+    return new_memory(shape, local_strides(strides_, shape), options);
+  }
+  Tensors contiguous_views(const Tensors& tensors) const {
+    Tensors views;
+    for (const at::Tensor& tensor : tensors) views.push_back(contiguous_view(tensor));
+    return views;
+  }
+
+ private:
+  c10::DimVector strides_;  // of the global tensor
+  c10::DimVector order_;
+  bool in_order_;
+};
 
 // Whether the tensors are `all`, one after the other in equal parts.
 bool lie_evenly_in(const at::Tensor& all, const Tensors& parts) {
@@ -153,7 +185,12 @@ class Runner {
  public:
   /// `owned`: `local` is seen by nobody else and may be overwritten.
   Runner(const Step& step, const Spec& before, at::Tensor local, bool owned)
-      : step_(step), before_(before), after_(step.after), local_(std::move(local)), owned_(owned) {}
+      : step_(step),
+        before_(before),
+        after_(step.after),
+        memory_(step.after),
+        local_(std::move(local)),
+        owned_(owned) {}
 
   PendingTensor post() const;
 
@@ -161,7 +198,7 @@ class Runner {
   const DeviceMesh& mesh() const { return before_.mesh(); }
   c10::IntArrayRef coordinate() const { return *mesh().get_coordinate(); }
   Group group() const { return mesh().get_group({step_.mesh_dims.begin(), step_.mesh_dims.end()}); }
-  at::Tensor empty(c10::IntArrayRef shape) const { return at::empty(shape, local_.options()); }
+  at::Tensor empty(c10::IntArrayRef shape) const { return memory_.empty(shape, local_.options()); }
   std::vector<c10::DimVector> peers() const;
 
   PendingTensor all_reduce() const;
@@ -175,6 +212,7 @@ class Runner {
   const Step& step_;
   const Spec& before_;
   const Spec& after_;
+  const Memory memory_;
   at::Tensor local_;
   bool owned_;
 };
@@ -182,11 +220,12 @@ class Runner {
 // Parts that are received into `output`: right where they belong if they lie together there, else beside.
 class Arrivals {
  public:
-  Arrivals(at::Tensor output, std::vector<Box> boxes) : output_(std::move(output)), boxes_(std::move(boxes)) {
+  Arrivals(at::Tensor output, std::vector<Box> boxes, const Memory& memory)
+      : output_(std::move(output)), boxes_(std::move(boxes)) {
     for (const Box& box : boxes_) {
       at::Tensor part = window(output_, box);
-      in_place_.push_back(part.defined() && part.is_contiguous());
-      parts_.push_back(in_place_.back() ? part : at::empty(shape_of(box), output_.options()));
+      in_place_.push_back(part.defined() && memory.is_dense(part));
+      parts_.push_back(in_place_.back() ? part : memory.empty(shape_of(box), output_.options()));
     }
   }
   const Tensors& parts() const { return parts_; }
@@ -223,10 +262,9 @@ std::vector<c10::DimVector> Runner::peers() const {
 
 PendingTensor Runner::all_reduce() const {
   const Reduction reduction = reduction_of(before_, step_.mesh_dims);
-  at::Tensor values = reduction.prepare                  ? reduction.prepare(local_).contiguous()
-                      : owned_ && local_.is_contiguous() ? local_
-                                                         : local_.clone(at::MemoryFormat::Contiguous);
-  return PendingTensor(comm::all_reduce(values, reduction.op, group()),
+  at::Tensor values = memory_.dense(reduction.prepare ? reduction.prepare(local_) : local_);
+  if (!owned_ && values.is_alias_of(local_)) values = empty(values.sizes()).copy_(values);
+  return PendingTensor(comm::all_reduce(memory_.contiguous_view(values), reduction.op, group()),
                        [values, finish = reduction.finish] { return finish ? finish(values) : values; });
 }
 
@@ -235,28 +273,31 @@ PendingTensor Runner::all_gather() const {
   std::vector<Box> boxes;
   for (const auto& peer : peers()) boxes.push_back(SharedBox(before_.local_pieces(peer), mine).in_b);
   const at::Tensor output = empty(after_.local_shape());
-  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes));
-  const at::Tensor input = local_.contiguous();
-  return PendingTensor(arrivals->fill_evenly() ? comm::all_gather_into(output, input, group())
-                                               : comm::all_gather(arrivals->parts(), input, group()),
+  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes), memory_);
+  const at::Tensor input = memory_.contiguous_view(memory_.dense(local_));
+  return PendingTensor(arrivals->fill_evenly()
+                           ? comm::all_gather_into(memory_.contiguous_view(output), input, group())
+                           : comm::all_gather(memory_.contiguous_views(arrivals->parts()), input, group()),
                        [arrivals, input] { return arrivals->finish(); });
 }
 
 PendingTensor Runner::reduce_scatter() const {
   const Reduction reduction = reduction_of(before_, step_.mesh_dims);
-  const at::Tensor values = (reduction.prepare ? reduction.prepare(local_) : local_).contiguous();
+  const at::Tensor values = memory_.dense(reduction.prepare ? reduction.prepare(local_) : local_);
   const std::vector<Pieces> mine = before_.local_pieces();
   Tensors inputs;
   for (const auto& peer : peers()) {
-    inputs.push_back(take(values, SharedBox(mine, after_.local_pieces(peer)).in_a).contiguous());
+    inputs.push_back(memory_.dense(take(values, SharedBox(mine, after_.local_pieces(peer)).in_a)));
   }
-  const at::Tensor output = at::empty(after_.local_shape(), values.options());
+  const at::Tensor output = memory_.empty(after_.local_shape(), values.options());
   const bool even =
       std::all_of(inputs.begin(), inputs.end(), [&](const at::Tensor& x) { return x.is_alias_of(values); }) &&
       lie_evenly_in(values, inputs);
   return PendingTensor(
-      even ? comm::reduce_scatter_from(output, values, reduction.op, group())
-           : comm::reduce_scatter(output, inputs, reduction.op, group()),
+      even ? comm::reduce_scatter_from(memory_.contiguous_view(output), memory_.contiguous_view(values),
+                                       reduction.op, group())
+           : comm::reduce_scatter(memory_.contiguous_view(output), memory_.contiguous_views(inputs),
+                                  reduction.op, group()),
       [values, inputs, output, finish = reduction.finish] { return finish ? finish(output) : output; });
 }
 
@@ -271,15 +312,16 @@ PendingTensor Runner::all_to_all() const {
     if (coordinate() == c10::IntArrayRef(peer)) {
       const SharedBox kept(held, needed);
       put(output, kept.in_b, take(local_, kept.in_a));
-      inputs.push_back(empty({0}));
+      inputs.push_back(empty(c10::DimVector(output.dim(), 0)));
       boxes.emplace_back(output.dim());
       continue;
     }
-    inputs.push_back(take(local_, SharedBox(held, after_.local_pieces(peer)).in_a).contiguous());
+    inputs.push_back(memory_.dense(take(local_, SharedBox(held, after_.local_pieces(peer)).in_a)));
     boxes.push_back(SharedBox(before_.local_pieces(peer), needed).in_b);
   }
-  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes));
-  return PendingTensor(comm::all_to_all(arrivals->parts(), inputs, group()),
+  const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes), memory_);
+  return PendingTensor(comm::all_to_all(memory_.contiguous_views(arrivals->parts()),
+                                        memory_.contiguous_views(inputs), group()),
                        [arrivals, inputs] { return arrivals->finish(); });
 }
 
@@ -304,9 +346,8 @@ at::Tensor Runner::to_partial() const {
     }
   }
   if (mine && !grows) return local_;
-  const at::Tensor output =
-      at::full(after_.local_shape(), neutral_of(after_.placement(step_.mesh_dims[0]), after_.dtype()),
-               local_.options());
+  const at::Tensor output = empty(after_.local_shape());
+  output.fill_(neutral_of(after_.placement(step_.mesh_dims[0]), after_.dtype()));
   if (mine) {
     const SharedBox kept(before_.local_pieces(), after_.local_pieces());
     const at::Tensor value = take(local_, kept.in_a);
@@ -393,9 +434,9 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   if (!plan.from.mesh().is_member()) return local;
   check_local(plan, local);
   if (plan.steps.empty()) return local;
-  if (local.is_meta()) return at::empty(plan.to.local_shape(), local.options());
+  if (local.is_meta()) return new_memory(plan.to, local.options());
   const at::NoGradGuard no_grad;
-  return run(plan, 0, plan.steps.size(), plain(local), false).contiguous();
+  return laid_out(run(plan, 0, plan.steps.size(), plain(local), false), plan.to);
 }
 
 PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
@@ -411,9 +452,8 @@ PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
                                  [](const Step& step) { return step.communicates(); });
   const Spec& before = last == 1 ? plan.from : plan.steps[last - 2].after;
   PendingTensor posted = Runner(plan.steps[last - 1], before, values, owned).post();
-  if (last == plan.steps.size()) return posted;
   return PendingTensor({}, [plan, last, posted = std::make_shared<PendingTensor>(std::move(posted))] {
-    return run(plan, last, plan.steps.size(), posted->wait(), true).contiguous();
+    return laid_out(run(plan, last, plan.steps.size(), posted->wait(), true), plan.to);
   });
 }
 

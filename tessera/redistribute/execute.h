@@ -15,10 +15,10 @@ namespace tessera {
 /// it with equal plans. Ranks outside the mesh take part in nothing and get `local` back.
 ///
 /// `local` must have the shape that `plan.from` gives this rank, and its dtype; it may have any strides and
-/// is never written to. The result is contiguous and new, except that it may be `local` or a view of it where
-/// no step communicates: with slices along the first dim, and with to_partial on the ranks that keep their
-/// value. With no steps it is `local`, as it is. Of a tensor on the meta device only the shape is made.
-/// Autograd is not involved.
+/// is never written to. The result lies in memory as `plan.to` says (see memory.h) and is new, except that it
+/// may be `local` or a view of it where no step communicates: with slices along the first dim, and with
+/// to_partial on the ranks that keep their value. With no steps it is `local`, as it is. Of a tensor on the
+/// meta device only the shape is made. Autograd is not involved.
 ///
 /// Memory in use at the peak of a step, besides what it starts from:
 ///   all_reduce      the output; nothing if the input is the result of a step before. any and all of a dtype

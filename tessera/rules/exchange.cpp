@@ -1,5 +1,6 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 
 #include <algorithm>
@@ -94,7 +95,7 @@ Sharers::Sharers(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_
 }
 
 std::vector<int64_t> Sharers::sizes(const at::Tensor& own, int64_t dim) const {
-  const at::Tensor all = at::empty({static_cast<int64_t>(ranks_.size())}, own.options().dtype(at::kLong));
+  const at::Tensor all = new_memory({static_cast<int64_t>(ranks_.size())}, own.options().dtype(at::kLong));
   comm::all_gather_into(all, at::full({1}, own.size(dim), all.options()), group_).wait();
   const at::Tensor known = all.cpu();
   std::vector<int64_t> result;
@@ -107,7 +108,7 @@ at::Tensor Sharers::join(const at::Tensor& own, int64_t dim, const std::vector<i
   auto shape = own.sizes().vec();
   for (const size_t i : c10::irange(ranks_.size())) {
     shape[dim] = sizes[i];
-    parts.push_back(outputs[ranks_[i]] = at::empty(shape, own.options()));
+    parts.push_back(outputs[ranks_[i]] = new_memory(shape, own.options()));
   }
   comm::all_gather(outputs, own.contiguous(), group_).wait();
   return at::cat(parts, dim);
@@ -181,9 +182,9 @@ void Exchange::operator()(const at::Tensor& target, const at::Tensor& source, Mo
     std::vector<at::Tensor> parts;
     for (const Part& part : out_[i].source) parts.push_back(part.of(source, dim_));
     shape[dim_] = 0;
-    sent.push_back(parts.empty() ? at::empty(shape, source.options()) : at::cat(parts, dim_).contiguous());
+    sent.push_back(parts.empty() ? new_memory(shape, source.options()) : at::cat(parts, dim_).contiguous());
     shape[dim_] = in_[i].count;
-    received.push_back(at::empty(shape, source.options()));
+    received.push_back(new_memory(shape, source.options()));
   }
   for (const size_t i : c10::irange(own_[0].source.size()))
     put(own_[0].target[i], own_[0].source[i].of(source, dim_));

@@ -1,3 +1,4 @@
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -65,7 +66,7 @@ std::optional<Proposal> cat(const Call& call) {
       const std::vector<at::Tensor> parts = arguments[0].toTensorVector();
       auto dtype = parts[0].scalar_type();
       for (const at::Tensor& part : parts) dtype = c10::promoteTypes(dtype, part.scalar_type());
-      const at::Tensor result = at::empty(chosen.outputs[0].local_shape(), parts[0].options().dtype(dtype));
+      const at::Tensor result = new_memory(chosen.outputs[0].local_shape(), parts[0].options().dtype(dtype));
       int64_t offset = 0;
       for (size_t i = 0; i < parts.size(); ++i) {
         const int64_t size = chosen.inputs[i].shape()[dim];
@@ -119,7 +120,7 @@ void exchanged(Proposal& proposal, int64_t dim, std::vector<Stretch> stretches,
     local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
       const at::Tensor result = fill ? at::full(output.local_shape(), *fill, x.options())
-                                     : at::empty(output.local_shape(), x.options());
+                                     : new_memory(output.local_shape(), x.options());
       exchange(result, output, x, input, dim, stretches);
       return Stack{result};
     };

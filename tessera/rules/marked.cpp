@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/marked.h>
 
@@ -92,7 +93,7 @@ at::Tensor Marked::collect(const at::Tensor& values, int64_t size) const {
   }
   for (const at::Tensor& rows : ways.from) {
     shape[0] = rows.numel();
-    received.push_back(at::empty(shape, values.options()));
+    received.push_back(new_memory(shape, values.options()));
   }
   comm::all_to_all(received, sent, ways.group).wait();
   shape[0] = ways.held;
@@ -108,7 +109,7 @@ at::Tensor Marked::spread(const at::Tensor& rows, int64_t size) const {
   for (const at::Tensor& wanted : ways.from) sent.push_back(at::index_select(rows, 0, wanted));
   for (const size_t i : ways.order) {
     shape[0] = ways.to[i];
-    received[i] = at::empty(shape, rows.options());
+    received[i] = new_memory(shape, rows.options());
     values.push_back(received[i]);
   }
   comm::all_to_all(received, sent, ways.group).wait();

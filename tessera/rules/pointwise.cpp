@@ -156,7 +156,9 @@ std::optional<Proposal> pointwise(const Call& call, const Linear& linear, std::v
 }
 
 Rule any_pointwise() {
-  return {"pointwise", [](const Call& call) { return pointwise(call); }};
+  Rule rule{"pointwise", [](const Call& call) { return pointwise(call); }};
+  rule.takes_slices = true;
+  return rule;
 }
 
 Table pointwise_rules() {

@@ -1,3 +1,4 @@
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/planes.h>
 #include <tessera/rules/window.h>
 
@@ -100,7 +101,7 @@ Stack max_backward(const Part& part, const c10::OperatorHandle&, Stack arguments
 /// Of a rank that holds nothing of the result.
 Stack no_maxima(const Part& part, const at::Tensor& x) {
   const auto shape = part.result.local_shape();
-  return {at::empty(shape, x.options()), at::empty(shape, x.options().dtype(at::kLong))};
+  return {new_memory(shape, x.options()), new_memory(shape, x.options().dtype(at::kLong))};
 }
 
 /// A call of a pooling operator: its windows in the last dims, which are the spatial ones.
@@ -218,7 +219,7 @@ Stack max_pool(const PoolPart& part, const c10::OperatorHandle& op, Stack argume
 
 Stack avg_pool(const PoolPart& part, const c10::OperatorHandle& op, Stack arguments) {
   const at::Tensor x = part.halos.fetch(arguments[0].toTensor(), 0);
-  if (part.halos.idle()) return {at::empty(part.result.local_shape(), x.options())};
+  if (part.halos.idle()) return {new_memory(part.result.local_shape(), x.options())};
   arguments[0] = x;
   arguments[*part.pool.divisor] = 1;
   part.put_padding(arguments);
@@ -374,7 +375,7 @@ Stack adaptive_max_pool(const AdaptivePart& part, const c10::OperatorHandle& op,
 
 Stack adaptive_avg_pool(const AdaptivePart& part, const c10::OperatorHandle& op, Stack arguments) {
   const at::Tensor x = part.halos.fetch(arguments[0].toTensor(), 0);
-  if (part.halos.idle()) return {at::empty(part.result.local_shape(), x.options())};
+  if (part.halos.idle()) return {new_memory(part.result.local_shape(), x.options())};
   return {part.weighted(call_operator(op, {part.blanked(part.tiled(x)), part.held_sizes()})[0].toTensor())};
 }
 

@@ -1,5 +1,6 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -123,7 +124,7 @@ std::function<Local(const Chosen&)> neutral_if_empty(Shape dims, std::vector<dou
       Stack results;
       for (const double value : values) {
         const auto dtype = real ? c10::toRealValueType(x.scalar_type()) : x.scalar_type();
-        at::Tensor filled = at::empty(output.local_shape(), x.options().dtype(dtype));
+        at::Tensor filled = new_memory(output.local_shape(), x.options().dtype(dtype));
         if (std::isinf(value) && !at::isFloatingType(dtype)) {
           const auto op = value > 0 ? ReduceOp::min : ReduceOp::max;
           filled.fill_(*neutral(op, dtype));

@@ -53,6 +53,8 @@ class Registry {
     for (const auto& [family, table] : tables) {
       for (Entry& entry : table()) {
         entry.rule.family = family;
+        // Those whose kernels go through TensorIterator or BLAS, which take any strides.
+        entry.rule.takes_slices = entry.rule.family == "pointwise" || entry.rule.family == "matmul";
         const Rule* rule = keep(std::move(entry.rule));
         for (const std::string& op : entry.ops) {
           const std::string name = op.find("::") == std::string::npos ? "aten::" + op : op;

@@ -139,6 +139,9 @@ struct Rule {
   /// The operator may draw random numbers, and the rule sees to it that these do not depend on the placement,
   /// or proposes something only where none are drawn.
   bool for_random = false;
+  /// The operator's kernels read memory with gaps rightly, so that a slice of a replica can be given to them
+  /// as a view. Others get a copy: some read an argument as if it were contiguous. `make slices` tries both.
+  bool takes_slices = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

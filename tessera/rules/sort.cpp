@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -41,7 +42,7 @@ void add_candidates(Proposal& proposal, const Spec& x, int64_t dim, int64_t each
       std::vector<int64_t> sizes;
       for (const int64_t held : ranks.held()) sizes.push_back(std::min(each, held));
       const at::Tensor held = arguments[0].toTensor();
-      at::Tensor values = held, places = at::empty(held.sizes(), held.options().dtype(at::kLong));
+      at::Tensor values = held, places = new_memory(held.sizes(), held.options().dtype(at::kLong));
       if (held.size(dim) > 0) std::tie(values, places) = first(held);
       return finish(ranks.join(values, dim, sizes), ranks.join(at::add(places, offset), dim, sizes));
     };

@@ -1,3 +1,4 @@
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/planes.h>
 #include <tessera/rules/window.h>
 
@@ -101,7 +102,7 @@ std::optional<Proposal> pixel_shuffle(const Call& call, bool back) {
     if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
     // libtorch leaves the shape of what is empty as it is.
     local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
-      return Stack{at::empty(result.local_shape(), arguments[0].toTensor().options())};
+      return Stack{new_memory(result.local_shape(), arguments[0].toTensor().options())};
     };
     return local;
   };

@@ -1,5 +1,6 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/family.h>
 
@@ -209,7 +210,7 @@ std::optional<Proposal> sliced(const Call& call) {
     local.communicates = true;
     local.detached = true;
     local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor(), part = at::empty(result.local_shape(), x.options());
+      const at::Tensor x = arguments[0].toTensor(), part = new_memory(result.local_shape(), x.options());
       exchange(part, result, x, base, slice.dim, {{0, 1, slice.start, slice.step, slice.count}});
       return Stack{part};
     };

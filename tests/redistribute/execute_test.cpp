@@ -2,10 +2,12 @@
 
 #include <tessera/comm/run.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <random>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -131,14 +133,15 @@ at::Tensor reduced(const at::Tensor& local, const Spec& spec) {
 /// Redistributes and compares with the full tensor.
 void expect_right(const Spec& from, const Spec& to, const at::Tensor& full, bool async = false,
                   double tolerance = 0) {
-  const at::Tensor local = part_of(partial_value(full, from), from).contiguous();
+  const at::Tensor local = laid_out(part_of(partial_value(full, from), from), from);
   const at::Tensor before = local.clone();
   const Plan steps = plan(from, to);
   at::Tensor result = async ? execute_async(steps, local).wait() : execute(steps, local);
   const at::Tensor expected = part_of(full, to);
-  ASSERT_TRUE(result.sizes() == to.local_shape() && result.is_contiguous() &&
+  ASSERT_TRUE(result.sizes() == to.local_shape() && result.strides() == to.local_strides() &&
               result.scalar_type() == to.dtype())
-      << "rank " << get_rank() << " got " << result.sizes() << " for " << to.local_shape() << "\n"
+      << "rank " << get_rank() << " got " << result.sizes() << " with strides " << result.strides() << " for "
+      << to.local_shape() << " with strides " << to.local_strides() << "\n"
       << steps;
   ASSERT_TRUE(at::equal(local, before)) << "the input was changed by\n" << steps;
   result = reduced(result, to);
@@ -149,19 +152,26 @@ void expect_right(const Spec& from, const Spec& to, const at::Tensor& full, bool
       << steps;
 }
 
-void expect_all_right(c10::IntArrayRef mesh_shape, size_t stride = 1) {
+/// All pairs of layouts, or that share of them, drawn at random: contiguous ones and column-major ones.
+void expect_all_right(c10::IntArrayRef mesh_shape, double share = 1) {
   std::atomic<int64_t> checked = 0;
   run(c10::multiply_integers(mesh_shape), [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, mesh_shape);
     const auto lists = all_placements(mesh_shape.size());
-    size_t turn = 0;
+    std::mt19937 random(0);  // draws the same on every rank
+    const auto drawn = [&](double chance) { return std::uniform_real_distribution<>()(random) < chance; };
     for (const c10::DimVector& shape : {c10::DimVector{4, 6}, c10::DimVector{5, 7}, c10::DimVector{1, 3},
                                         c10::DimVector{0, 2}, c10::DimVector{8, 12}}) {
       const at::Tensor full = count(shape);
       for (const Placements& from : lists) {
         for (const Placements& to : lists) {
-          if (++turn % stride != 0) continue;
-          expect_right(Spec(mesh, from, shape), Spec(mesh, to, shape), full, turn / stride % 3 == 0);
+          if (!drawn(share)) continue;
+          const auto spec = [&, strides = drawn(0.5) ? c10::DimVector{1, std::max<int64_t>(shape[0], 1)}
+                                                     : c10::DimVector{std::max<int64_t>(shape[1], 1), 1}](
+                                const Placements& placements) {
+            return Spec(mesh, placements, shape, c10::IntArrayRef(strides));
+          };
+          expect_right(spec(from), spec(to), full, drawn(1. / 3));
           if (::testing::Test::HasFatalFailure()) throw std::runtime_error("see above");
           if (mesh.get_rank() == 0) ++checked;
         }
@@ -180,7 +190,7 @@ TEST(Execute, EveryPairOn4) { expect_all_right({4}); }
 TEST(Execute, EveryPairOn2By2) { expect_all_right({2, 2}); }
 TEST(Execute, EveryPairOn2By3) { expect_all_right({2, 3}); }
 TEST(Execute, EveryPairOn1By3) { expect_all_right({1, 3}); }
-TEST(Execute, SomePairsOn2By2By2) { expect_all_right({2, 2, 2}, 71); }
+TEST(Execute, SomePairsOn2By2By2) { expect_all_right({2, 2, 2}, 1. / 71); }
 
 struct Laid {
   Placements placements;
@@ -297,6 +307,65 @@ TEST(Execute, TensorsWithAnyStridesAndDims) {
     const at::Tensor z = at::complex(count({4, 2}), count({4, 2}).neg());
     EXPECT_TRUE(at::equal(execute(plan(from, from.with_placements({Replicate()})), part_of(z, from).conj()),
                           z.conj().resolve_conj()));
+  });
+}
+
+TEST(Execute, LaysTheResultOutAsTheTargetSays) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    std::mt19937 random(0);
+    const auto lists = all_placements(2, {Replicate(), Shard(0), Shard(1), Shard(2), Partial()});
+    for (const c10::DimVector& shape : {c10::DimVector{4, 6, 2}, c10::DimVector{3, 1, 5}}) {
+      const at::Tensor full = count(shape);
+      c10::DimVector order{0, 1, 2};
+      do {
+        c10::DimVector wide(3);
+        int64_t stride = 1;
+        for (const int64_t dim : order) {
+          wide[dim] = stride;
+          stride *= shape[dim];
+        }
+        for (const Placements& from : lists) {
+          // Strides with gaps lie densely after redistribution.
+          const Spec dense(mesh, from, shape, c10::IntArrayRef(wide));
+          for (int64_t& each : wide) each *= 2;
+          const Spec gaps(mesh, from, shape, c10::IntArrayRef(wide));
+          for (int64_t& each : wide) each /= 2;
+          EXPECT_TRUE(dense.is_dense() && !gaps.is_dense());
+          const Placements& to = lists[random() % lists.size()];
+          expect_right(dense, dense.with_placements(to), full);
+          if (to != from) {
+            EXPECT_TRUE(gaps.with_placements(to) == dense.with_placements(to));
+          }
+        }
+      } while (std::next_permutation(order.begin(), order.end()));
+    }
+  });
+}
+
+TEST(Memory, IsCopiedOnlyIfItLiesOtherwise) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const Spec rows(mesh, {Shard(0)}, {4, 3}), columns(mesh, {Shard(0)}, {4, 3}, c10::IntArrayRef{1, 4});
+    const at::Tensor contiguous = count({2, 3}), transposed = count({3, 2}).t();
+    EXPECT_TRUE(laid_out(contiguous, rows).is_same(contiguous));
+    EXPECT_TRUE(laid_out(transposed, columns).is_same(transposed));
+    for (const auto& [local, spec] : {std::pair(contiguous, columns), {transposed, rows}}) {
+      EXPECT_FALSE(lies_as(local, spec));
+      const at::Tensor copy = laid_out(local, spec);
+      EXPECT_EQ(copy.strides(), spec.local_strides());
+      EXPECT_TRUE(at::equal(copy, local) && !copy.is_alias_of(local));
+    }
+    // A dim of one element has any stride; that of the spec is taken, without a copy.
+    const Spec thin(mesh, {Shard(0)}, {2, 3});
+    const at::Tensor row = count({1, 3}).as_strided({1, 3}, {7, 1});
+    EXPECT_TRUE(lies_as(row, thin) && laid_out(row, thin).is_alias_of(row));
+    EXPECT_EQ(laid_out(row, thin).strides(), thin.local_strides());
+    // A slice: local dims in the same order, of stride 1 where the spec says so.
+    const Spec slice(mesh, {Shard(0)}, {4, 2}, c10::IntArrayRef{3, 1});
+    EXPECT_TRUE(lies_as(contiguous.narrow(1, 1, 2), slice));
+    EXPECT_FALSE(lies_as(count({3, 4}).t().narrow(0, 0, 2).narrow(1, 0, 2), slice));
+    EXPECT_FALSE(lies_as(count({2, 4}).slice(1, 0, 4, 2), slice));
   });
 }
 

@@ -1,0 +1,138 @@
+"""Local tensors lie in memory as their specs say: kernels are chosen by the strides of the spec, and read the memory of the local tensor."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tessera
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from tessera import DTensor, Replicate, Shard, _C
+
+
+def distributed(whole, mesh, *placements):
+    return tessera.distribute_tensor(whole, mesh, list(placements) * (mesh.ndim if len(placements) == 1 else 1))
+
+
+def assert_laid_out(x):
+    """The local tensor has the strides that a dense spec implies."""
+    local, order = x.to_local(), sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    expected = [0] * x.ndim
+    stride = 1
+    for dim in reversed(order):
+        expected[dim] = stride
+        stride *= max(local.size(dim), 1)
+    assert list(local.stride()) == expected, (x.stride(), local.stride(), local.shape)
+    assert x.is_contiguous() == local.is_contiguous() or local.numel() <= 1 or 1 in local.shape
+
+
+@on_ranks()
+def test_kernels_that_read_raw_memory_get_no_slices():
+    for mesh in meshes():
+        x, g = values(3, 10, 24), values(3, 10, 24, seed=1)
+        plain = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(F.layer_norm(plain, (24,)), plain, g)
+        a = distributed(x, mesh, Replicate()).requires_grad_()
+        for dim in (0, 1):
+            (gradient,) = torch.autograd.grad(F.layer_norm(a, (24,)), a, distributed(g, mesh, Shard(dim)))
+            assert_whole(gradient, expected)
+        v, scale = values(5, 6, 4), values(1, 6, 1, seed=1)
+        assert_whole(torch._weight_norm(distributed(v, mesh, Replicate()), distributed(scale, mesh, Shard(1)), 1), torch._weight_norm(v, scale, 1))
+        x, g = values(2, 12, 6, 5), values(2, 12, 6, 5, seed=1)
+        plain = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(F.group_norm(plain, 6), plain, g)
+        for dim in (0, 1):
+            a = distributed(x, mesh, Replicate()).requires_grad_()
+            (gradient,) = torch.autograd.grad(F.group_norm(a, 6), a, distributed(g, mesh, Shard(dim)))
+            assert_whole(gradient, expected)
+
+
+@on_ranks()
+def test_attention_of_column_major_results():
+    for mesh in meshes():
+        whole = values(4, 2, 8, 8) + 3 * torch.eye(8)
+        q = torch.linalg.inv(whole)
+        expected = F.scaled_dot_product_attention(q, q, q)
+        for placements in placements_of(whole, mesh, partial=False):
+            d = torch.linalg.inv(tessera.distribute_tensor(whole, mesh, placements))
+            assert_laid_out(d)
+            assert_whole(F.scaled_dot_product_attention(d, d, d), expected, atol=1e-4, rtol=1e-4)
+
+
+@on_ranks()
+def test_gradients_of_transposed_matrices():
+    for mesh in meshes():
+        whole = values(4, 3, 3) + 2 * torch.eye(3)
+        for function in (torch.det, lambda x: torch.slogdet(x)[1], lambda x: torch.linalg.inv(x).sum((1, 2))):
+            plain = whole.clone().requires_grad_()
+            function(plain.mT).sum().backward()
+            for placements in placements_of(whole, mesh, partial=False):
+                x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+                function(x.mT).sum().backward()
+                assert_whole(x.grad, plain.grad, atol=1e-4, rtol=1e-4)
+
+
+@on_ranks()
+def test_local_tensors_that_are_transposed():
+    for mesh in meshes():
+        local = values(4, 6, 5, 3)
+        t = local.permute(3, 2, 1, 0)  # [3, 5, 6, 4]
+        x = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+        assert_laid_out(x)
+        assert x.is_contiguous()
+        assert_whole(x, t)
+        given = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, shape=t.shape, stride=t.stride())
+        assert_laid_out(given)
+        assert given.stride() == t.stride() and given.to_local().data_ptr() == local.data_ptr()
+        for y in (x, given):
+            assert_whole(F.group_norm(y, 5), F.group_norm(t, 5))
+            a = y.detach().requires_grad_()
+            F.group_norm(a, 5).square().sum().backward()
+            plain = t.clone().requires_grad_()
+            F.group_norm(plain, 5).square().sum().backward()
+            assert_whole(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
+        assert_whole(F.pdist(x[0, :, :, 0]), F.pdist(t[0, :, :, 0]))
+        scores, target = t.log_softmax(1), torch.randint(5, (3, 6, 4), generator=torch.Generator().manual_seed(0))
+        plain = scores.clone().requires_grad_()
+        F.nll_loss(plain, target).backward()
+        a = DTensor.from_local(scores, mesh, [Replicate()] * mesh.ndim).requires_grad_()
+        F.nll_loss(a, distributed(target, mesh, Replicate())).backward()
+        assert_whole(a.grad, plain.grad)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_results_lie_as_their_strides_say(transposed):
+    @on_ranks()
+    def check():
+        functions = {
+            "inv": torch.linalg.inv,
+            "qr": lambda x: torch.linalg.qr(x)[0],
+            "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(4).to(x.device)),
+            "solve": lambda x: torch.linalg.solve(x, x.mT),
+            "flip": lambda x: x.mT.flip(0),
+            "where": lambda x: torch.where(x > 0, x, -x),
+            "index_fill": lambda x: x.index_fill(1, torch.tensor([0, 2]), 1.0),
+            "fft": lambda x: torch.fft.fft(x).abs(),
+            "einsum": lambda x: torch.einsum("bij,bjk->bki", x, x),
+            "kron": lambda x: torch.kron(x[0], x[1]),
+            "cumsum": lambda x: x.cumsum(1),
+            "sort": lambda x: x.sort(1)[0],
+            "cat": lambda x: torch.cat([x, x]),
+            "softmax": lambda x: x.softmax(1),
+            "channels_last": lambda x: x[None].contiguous(memory_format=torch.channels_last) + 1,
+            "expand": lambda x: x[0:1].expand(3, 4, 4) * 2,
+            "clone": lambda x: x.mT.clone(),
+        }
+        for mesh in meshes():
+            whole = values(6, 4, 4) + 3 * torch.eye(4)
+            if transposed:
+                whole = whole.mT
+            for name, function in functions.items():
+                with tessera.experimental.implicit_replication():
+                    expected = function(whole)
+                    for placements in placements_of(whole, mesh):
+                        x = tessera.distribute_tensor(whole if not transposed else whole.mT, mesh, placements)
+                        result = function(x.mT if transposed else x)
+                        assert_laid_out(result)
+                        assert_whole(result, expected, atol=1e-4, rtol=1e-4)
+
+    check()

@@ -1,0 +1,96 @@
+#include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include <ATen/Functions.h>
+
+namespace tessera {
+
+namespace {
+
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+}
+
+bool checks_layout() {
+#ifdef NDEBUG
+  static const bool result = is_set("TESSERA_CHECK_LAYOUT");
+  return result;
+#else
+  return true;
+#endif
+}
+
+// Equal but for the strides of dims that are never stepped along.
+bool steps_alike(const at::Tensor& local, c10::IntArrayRef strides) {
+  if (local.numel() == 0) return true;
+  for (int64_t dim = 0; dim < local.dim(); ++dim) {
+    if (local.size(dim) > 1 && local.stride(dim) != strides[dim]) return false;
+  }
+  return true;
+}
+
+// What is asked of a view that leaves gaps, or whose elements share memory.
+bool is_ordered(const at::Tensor& local, c10::IntArrayRef strides) {
+  if (local.numel() == 0) return true;
+  for (int64_t a = 0; a < local.dim(); ++a) {
+    if (local.size(a) <= 1) continue;
+    if (strides[a] == 1 && local.stride(a) != 1) return false;
+    for (int64_t b = 0; b < local.dim(); ++b) {
+      if (local.size(b) > 1 && strides[a] > strides[b] && strides[b] > 0 && local.stride(a) < local.stride(b))
+        return false;
+    }
+  }
+  return true;
+}
+
+// `memory` is new, so all of its storage is its own.
+at::Tensor filled(at::Tensor memory) {
+  static const bool fill = is_set("TESSERA_FILL_MEMORY");
+  // Ones in all bits are NaN in every floating point type, and -1 or the largest integer; true is 1.
+  if (fill && memory.is_cpu() && memory.nbytes() > 0)
+    std::memset(memory.mutable_data_ptr(), memory.scalar_type() == at::kBool ? 1 : 0xff, memory.nbytes());
+  return memory;
+}
+
+}  // namespace
+
+bool lies_as(const at::Tensor& local, const Spec& spec) {
+  if (!spec.is_dense()) return is_ordered(local, spec.strides());
+  return local.strides() == spec.local_strides() || steps_alike(local, spec.local_strides());
+}
+
+at::Tensor laid_out(const at::Tensor& local, const Spec& spec) {
+  const c10::IntArrayRef strides = spec.local_strides();
+  if (spec.is_dense() ? local.strides() == strides : is_ordered(local, spec.strides())) [[likely]]
+    return local;
+  // Strides that are never used must be alike on all ranks too: results get theirs from them.
+  if (spec.is_dense() && steps_alike(local, strides)) return local.as_strided(local.sizes(), strides);
+  return at::empty_strided(local.sizes(), strides, local.options()).copy_(local);
+}
+
+void check_layout(const at::Tensor& local, const Spec& spec) {
+  if (!checks_layout()) return;
+  TESSERA_CHECK(!spec.mesh().is_member() || lies_as(local, spec), "rank ", spec.mesh().get_rank(), " has ",
+                "a local tensor of shape ", local.sizes(), " and strides ", local.strides(), ", but ", spec,
+                " with global strides ", spec.strides(), " says strides ", spec.local_strides(),
+                ". This is a fault of Tessera; please report it.");
+}
+
+at::Tensor new_memory(c10::IntArrayRef shape, const at::TensorOptions& options) {
+  return filled(at::empty(shape, options));
+}
+
+at::Tensor new_memory(c10::IntArrayRef shape, c10::IntArrayRef strides, const at::TensorOptions& options) {
+  return filled(at::empty_strided(shape, strides, options));
+}
+
+at::Tensor new_memory(const Spec& spec, const at::TensorOptions& options) {
+  return new_memory(spec.local_shape(), spec.local_strides(), options);
+}
+
+}  // namespace tessera

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/placement/spec.h>
+
+#include <ATen/core/Tensor.h>
+
+/// How local tensors lie in memory.
+///
+/// The invariant: **the local tensor of every DTensor lies in memory as its spec says.** libtorch chooses
+/// kernels and formulas by the strides of the spec, and the kernel then reads the memory of the local tensor;
+/// if the two differ, some kernels read elements that are not meant, in silence.
+///   - If the spec is dense, the local tensor has the strides `spec.local_strides()`: dense, with its dims in
+///     the same order.
+///   - If it is not (the DTensor is a slice, a diagonal, an expanded tensor), local dims lie in the same
+///   order,
+///     and are of stride 1 where the spec says so.
+/// Set TESSERA_CHECK_LAYOUT=1 to check this whenever a local tensor is used; debug builds always do.
+namespace tessera {
+
+TESSERA_API bool lies_as(const at::Tensor& local, const Spec& spec);
+
+/// `local`, or a copy that lies as `spec` says. It shares the memory of `local` if that does.
+TESSERA_API at::Tensor laid_out(const at::Tensor& local, const Spec& spec);
+
+/// Throws unless `local` lies as `spec` says, if that is to be checked at all.
+TESSERA_API void check_layout(const at::Tensor& local, const Spec& spec);
+
+/// New memory whose values nobody has written yet. With TESSERA_FILL_MEMORY=1 it is filled with NaN (integers
+/// with -1 or their largest value), so that results show where such values are read.
+TESSERA_API at::Tensor new_memory(c10::IntArrayRef shape, const at::TensorOptions& options);
+TESSERA_API at::Tensor new_memory(c10::IntArrayRef shape, c10::IntArrayRef strides,
+                                  const at::TensorOptions& options);
+/// For a local tensor of this rank; `options` say the device and the dtype.
+TESSERA_API at::Tensor new_memory(const Spec& spec, const at::TensorOptions& options);
+
+}  // namespace tessera

@@ -53,8 +53,8 @@ py::object propose(const std::string& name, const std::string& overload, const p
 bool takes_slices(const std::string& name, const std::string& overload) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   TESSERA_CHECK_VALUE(op, "There is no operator ", name, ".", overload, ".");
-  const rules::Rule* rule = rules::find_rule(overload.empty() ? name : name + "." + overload,
-                                             op->hasTag(at::Tag::pointwise));
+  const rules::Rule* rule =
+      rules::find_rule(overload.empty() ? name : name + "." + overload, op->hasTag(at::Tag::pointwise));
   return rule && rule->takes_slices;
 }
 

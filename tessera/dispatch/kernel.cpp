@@ -64,12 +64,13 @@ struct Way {
 
 /// How to carry out calls with one key.
 struct Recipe {
-  std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;       // else on replicas
-  rules::Decision decision;   // by_rule
-  bool is_special = false;    // by_rule: see there
-  std::vector<Way> ways;      // of each input
-  std::vector<Spec> outputs;  // of the last call, likely to be those of the next
+  std::vector<Spec> inputs;      // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;          // else on replicas
+  rules::Decision decision;      // by_rule
+  bool is_special = false;       // by_rule: see there
+  std::vector<Way> ways;         // of each input
+  std::vector<Spec> outputs;     // of the last call, likely to be those of the next
+  std::vector<int64_t> offsets;  // by_rule, of an operator that returns views: see view_offsets
 };
 
 std::atomic<size_t> cache_capacity{4096};
@@ -114,6 +115,7 @@ class Kernel final : public c10::OperatorKernel {
                       !rules::find_rule(name_, false)),
         reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
         reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")),
+        is_as_strided_(name_ == "aten::as_strided"),
         is_loss_(name_.starts_with("aten::nll_loss") || name_.starts_with("aten::_softmax") ||
                  name_.starts_with("aten::_log_softmax")) {
     for (const c10::Argument& argument : schema_.arguments()) {
@@ -221,6 +223,7 @@ class Kernel final : public c10::OperatorKernel {
   const bool is_composite_;
   const bool reshapes_in_place_;
   const bool reallocates_;
+  const bool is_as_strided_;
   const bool is_loss_;
   std::optional<size_t> generator_;  // which argument is one
   bool has_out_ = false;
@@ -275,6 +278,8 @@ class OperatorCall {
       return run_functional();
     if (kernel_.is_composite_) [[unlikely]]
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+    if (kernel_.is_as_strided_) [[unlikely]]
+      offset_from_self();
     collect();
     if (!with_dims_.empty()) [[unlikely]]
       replicate_plain();
@@ -308,6 +313,8 @@ class OperatorCall {
     if (kernel_.has_views_ && !(recipe_->by_rule && !decision.local.detached && !arguments_[0].moved))
         [[unlikely]]
       values_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+    if (kernel_.has_views_ && !recipe_->by_rule) [[unlikely]]
+      recipe_->offsets = view_offsets();
     for (const auto& [position, value] : decision.local.arguments) argument(position) = value;
     substitute();
     if (kernel_.is_random_ && !recipe_->by_rule && kernel_.generator_) [[unlikely]]
@@ -561,6 +568,7 @@ class OperatorCall {
     } else {
       check_one_mesh();
     }
+    if (kernel_.has_views_ && recipe.by_rule) recipe.offsets = view_offsets();
     const rules::Decision& decision = recipe.decision;
     for (const size_t i : c10::irange(arguments_.size())) {
       const Spec& from = recipe.inputs[i];
@@ -829,8 +837,39 @@ class OperatorCall {
     if (c10::InferenceMode::is_enabled() && !arguments_[0].tensor.is_inference()) [[unlikely]]
       normal.emplace(false);
     at::Tensor result = make_dtensor(std::move(local), spec);
+    result.unsafeGetTensorImpl()->set_storage_offset(arguments_[0].tensor.storage_offset() +
+                                                     recipe_->offsets.at(number));
     set_origin(result, number);
     return result;
+  }
+
+  /// Where each view begins in the memory of a whole tensor, counted from where the base begins: as on one
+  /// device, where a call that this refuses is refused too.
+  std::vector<int64_t> view_offsets() const {
+    Stack stack(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+    const Spec& base = arguments_[0].spec();
+    stack[arguments_[0].position] =
+        at::empty_strided(base.shape(), base.strides(), at::TensorOptions(base.dtype()).device(at::kMeta));
+    op_.callBoxed(stack);
+    std::vector<int64_t> offsets;
+    for (const IValue& result : stack) {
+      if (result.isTensor()) offsets.push_back(result.toTensor().storage_offset());
+      if (!result.isTensorList()) continue;
+      for (const at::Tensor& each : result.toTensorVector()) offsets.push_back(each.storage_offset());
+    }
+    return offsets;
+  }
+
+  /// The storage offset of as_strided counts from where the storage of the base begins. A view has no memory
+  /// of its base but its own elements.
+  void offset_from_self() {
+    const at::Tensor& self = argument(0).toTensor();
+    IValue& offset = argument(3);
+    if (offset.isNone()) return;
+    TESSERA_CHECK(offset.toInt() >= self.storage_offset(), kernel_.name_, ": storage offset ", offset.toInt(),
+                  " lies before 'self', a view that begins at ", self.storage_offset(),
+                  " of its storage. Call as_strided on the base of the view.");
+    offset = offset.toInt() - self.storage_offset();
   }
 
   const Spec& output_spec(const at::Tensor& local, size_t number) {

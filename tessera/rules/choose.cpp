@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include <c10/core/MemoryFormat.h>
 #include <c10/util/irange.h>
 
 namespace tessera::rules {
@@ -203,6 +204,27 @@ class Choice {
   std::vector<Placements> inputs_, outputs_;
 };
 
+bool is_channels_last(const Spec& spec) {
+  return c10::is_channels_last_strides_2d(spec.shape(), spec.strides()) ||
+         c10::is_channels_last_strides_3d(spec.shape(), spec.strides());
+}
+
+/// The strides of results that the rule leaves open: channels last if an input of as many dims is.
+void keep_memory_format(const Call& call, Decision& decision) {
+  for (auto& [mesh, placements, order, result] : decision.outputs) {
+    const auto& shape = result.shape;
+    const bool is_open =
+        result.strides.empty() && std::find(shape.begin(), shape.end(), kLocal) == shape.end();
+    const bool keeps =
+        is_open && std::any_of(call.tensors.begin(), call.tensors.end(), [&](const Spec& spec) {
+          return spec.ndim() == static_cast<int64_t>(shape.size()) && is_channels_last(spec);
+        });
+    if (!keeps) continue;
+    result.strides = shape.size() == 4 ? c10::get_channels_last_strides_2d(shape)
+                                       : c10::get_channels_last_strides_3d(shape);
+  }
+}
+
 std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::ArrayRef<int64_t> returned) {
   auto proposal = rule.propose(call);
   if (!proposal) return std::nullopt;
@@ -212,7 +234,9 @@ std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::Arra
     decision.local.writes = proposal->writes;
     return decision;
   }
-  return Choice(call, *proposal, returned).decide();
+  Decision decision = Choice(call, *proposal, returned).decide();
+  if (rule.keeps_memory_format) keep_memory_format(call, decision);
+  return decision;
 }
 
 /// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and

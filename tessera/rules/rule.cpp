@@ -11,6 +11,10 @@ namespace tessera::rules {
 
 namespace {
 
+bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 /// Rules by name. One that was replaced stays in memory, as calls under way may still use it.
 class Registry {
  public:
@@ -53,8 +57,10 @@ class Registry {
     for (const auto& [family, table] : tables) {
       for (Entry& entry : table()) {
         entry.rule.family = family;
-        // Those whose kernels go through TensorIterator or BLAS, which take any strides.
-        entry.rule.takes_slices = entry.rule.family == "pointwise" || entry.rule.family == "matmul";
+        // Their kernels go through TensorIterator or BLAS, which take any strides.
+        entry.rule.takes_slices = is_one_of(entry.rule.family, {"pointwise", "matmul"});
+        entry.rule.keeps_memory_format |=
+            is_one_of(entry.rule.family, {"convolution", "pooling", "interpolate", "spatial", "join"});
         const Rule* rule = keep(std::move(entry.rule));
         for (const std::string& op : entry.ops) {
           const std::string name = op.find("::") == std::string::npos ? "aten::" + op : op;

@@ -142,6 +142,8 @@ struct Rule {
   /// The operator's kernels read memory with gaps rightly, so that a slice of a replica can be given to them
   /// as a view. Others get a copy: some read an argument as if it were contiguous. `make slices` tries both.
   bool takes_slices = false;
+  /// Results are channels last if an input of as many dims is, unless the rule says their strides.
+  bool keeps_memory_format = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

@@ -4,7 +4,11 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db audit operators wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db slices audit operators wheel bench build lint tidy format install \
+  asan ubsan tsan clean
+
+# In tests, every local tensor is checked to lie in memory as its spec says, and new memory is filled with NaN.
+CHECKS = TESSERA_CHECK_LAYOUT=1 TESSERA_FILL_MEMORY=1
 
 help:
 	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device'
@@ -13,6 +17,7 @@ help:
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
+	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
 	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -20,6 +25,7 @@ help:
 	@echo 'make lint      check formatting, scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
+	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
 	@echo 'make format    format all sources'
 	@echo 'make install   install into PREFIX ($(PREFIX))'
 	@echo 'make clean     remove what was built'
@@ -27,6 +33,7 @@ help:
 	@echo 'Each of them first installs what is missing (scripts/setup). An existing libtorch is used if TORCH_PREFIX or'
 	@echo 'CMAKE_PREFIX_PATH names its folder; others: BUILD, PREFIX, CMAKE_ARGS.'
 
+comma := ,
 # The Python package is built for the virtual environment that scripts/setup makes; with a libtorch of one's own there is none.
 define configure
 @torch=$$(scripts/setup | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && python= && \
@@ -43,7 +50,7 @@ demo: build
 	@$(BUILD)/examples/train_gpt/train_gpt
 
 test: build
-	@cd $(BUILD) && ctest --output-on-failure
+	@cd $(BUILD) && $(CHECKS) ctest --output-on-failure
 	@if [ -e $(BUILD)/python/tessera ]; then $(MAKE) --no-print-directory python-check; \
 	  else echo 'The Python package was not built, so its tests are left out.'; fi
 
@@ -51,7 +58,7 @@ python-test: build python-check
 
 python-check:
 	@tests/install/wheel $(BUILD)
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
 	@.venv/bin/python -m mypy
 	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
 
@@ -64,7 +71,10 @@ wheel:
 	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
 
 op-db: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
+
+slices: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/slices.py
 
 audit: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md
@@ -102,10 +112,17 @@ format:
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 
+# Python is left out: its interpreter would have to be built with them too. Both look at the same run.
+asan ubsan:
+	$(call configure,build-asan,-DTESSERA_SANITIZE=address$(comma)undefined -DTESSERA_BUILD_BENCH=OFF -DTESSERA_BUILD_PYTHON=OFF)
+	@cmake --build build-asan
+	@cd build-asan && $(CHECKS) ASAN_OPTIONS=detect_odr_violation=0 LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.supp" \
+	  UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:suppressions=$(CURDIR)/tests/ubsan.supp" ctest --output-on-failure --timeout 3600
+
 tsan:
 	$(call configure,build-tsan,-DTESSERA_SANITIZE=thread -DTESSERA_BUILD_BENCH=OFF -DTESSERA_BUILD_EXAMPLES=OFF)
 	@cmake --build build-tsan
 	@cd build-tsan && GTEST_FILTER="-GlooThreads.*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
 
 clean:
-	@rm -rf $(BUILD) build-tsan build-wheel
+	@rm -rf $(BUILD) build-asan build-tsan build-wheel

@@ -2,6 +2,8 @@
 
 #include <tessera/comm/run.h>
 
+#include <algorithm>
+#include <random>
 #include <sstream>
 
 namespace tessera::testing {
@@ -50,14 +52,18 @@ void expect_close(const at::Tensor& actual, const at::Tensor& expected, const st
 }
 
 void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,
-             const std::vector<Placements>& placements) {
-  const std::string what = words(placements) + mesh.str();
+             const std::vector<Placements>& placements, const std::vector<ShardOrder>& orders) {
+  std::string what = words(placements);
+  for (const ShardOrder& order : orders) what += c10::str("order ", c10::IntArrayRef(order), " ");
+  what += mesh.str();
   Tensors plain, distributed;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool differentiable = inputs[i].is_floating_point();
     plain.push_back(inputs[i].clone().requires_grad_(differentiable));
-    distributed.push_back(distribute_tensor(inputs[i].clone().requires_grad_(differentiable), mesh,
-                                            placements[i], std::nullopt));
+    DTensor input = distribute_tensor(inputs[i].clone(), mesh, placements[i], std::nullopt);
+    if (!orders.empty())
+      input = input.redistribute(placements[i], {.order = {orders[i].begin(), orders[i].end()}});
+    distributed.push_back(input.requires_grad_(differentiable));
     ASSERT_TRUE(distributed.back().is_leaf());
   }
   const at::Tensor expected = function(plain);
@@ -87,26 +93,90 @@ void compare(const Function& function, const Tensors& inputs, const DeviceMesh& 
   }
 }
 
+namespace {
+
+/// Gives the items of a list in random order, all of them before any comes again.
+template <class T>
+class Shuffled {
+ public:
+  explicit Shuffled(std::vector<T> items) : items_(std::move(items)), next_(items_.size()) {}
+  const T& next(std::mt19937& random) {
+    if (next_ == items_.size()) {
+      std::shuffle(items_.begin(), items_.end(), random);
+      next_ = 0;
+    }
+    return items_[next_++];
+  }
+
+ private:
+  std::vector<T> items_;
+  size_t next_;
+};
+
+/// A sum of truth values is none.
+bool can_be_partial(const at::Tensor& input) { return input.scalar_type() != at::kBool; }
+
+/// What a rank holds of a product or an average has to be a value of its type.
+Placements random_placements(const at::Tensor& input, int64_t mesh_ndim, bool partial, std::mt19937& random) {
+  std::vector<Placement> choices{Replicate()};
+  for (int64_t dim = 0; dim < input.dim(); ++dim) {
+    choices.push_back(Shard(dim));
+    choices.push_back(StridedShard(dim, 2));
+  }
+  if (partial && can_be_partial(input)) {
+    std::vector<Placement> partials{Partial(), Partial(ReduceOp::max), Partial(ReduceOp::min)};
+    if (input.is_floating_point())
+      partials.insert(partials.end(), {Partial(ReduceOp::avg), Partial(ReduceOp::product)});
+    // All partial values of a tensor are of one kind.
+    choices.push_back(partials[random() % partials.size()]);
+  }
+  Placements placements;
+  while (static_cast<int64_t>(placements.size()) < mesh_ndim)
+    placements.push_back(choices[random() % choices.size()]);
+  return placements;
+}
+
+}  // namespace
+
 void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRef mesh_shape, bool partial,
                  size_t limit) {
+  constexpr size_t kMixed = 8;
   const std::vector<int64_t> shape = mesh_shape.vec();
   run(c10::multiply_integers(mesh_shape), [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
-    std::vector<std::vector<Placements>> combinations{{}};
+    std::mt19937 random(0);  // draws the same on every rank
+    std::vector<std::vector<Placements>> choices;
+    size_t count = 1;
     for (const at::Tensor& input : inputs) {
-      std::vector<std::vector<Placements>> longer;
-      for (const auto& combination : combinations) {
-        // A sum of truth values is none.
-        const bool sums = partial && input.scalar_type() != at::kBool;
-        for (const Placements& list : all_placements(mesh.ndim(), input.dim(), sums)) {
-          longer.push_back(combination);
-          longer.back().push_back(list);
-        }
-      }
-      combinations = std::move(longer);
+      choices.push_back(all_placements(mesh.ndim(), input.dim(), partial && can_be_partial(input)));
+      count *= choices.back().size();
     }
-    const size_t step = (combinations.size() + limit - 1) / limit;
-    for (size_t i = 0; i < combinations.size(); i += step) compare(function, inputs, mesh, combinations[i]);
+    std::vector<Placements> chosen(inputs.size());
+    if (count <= limit) {
+      for (size_t turn = 0; turn < count; ++turn) {
+        size_t rest = turn;
+        for (size_t i = 0; i < inputs.size(); rest /= choices[i++].size())
+          chosen[i] = choices[i][rest % choices[i].size()];
+        compare(function, inputs, mesh, chosen);
+      }
+    } else {
+      std::vector<Shuffled<Placements>> shuffled(choices.begin(), choices.end());
+      for (size_t turn = 0; turn < limit; ++turn) {
+        for (size_t i = 0; i < inputs.size(); ++i) chosen[i] = shuffled[i].next(random);
+        compare(function, inputs, mesh, chosen);
+      }
+    }
+    ShardOrder order;
+    for (int64_t dim = 0; dim < mesh.ndim(); ++dim) order.push_back(dim);
+    for (size_t turn = 0; turn < kMixed; ++turn) {
+      std::vector<ShardOrder> orders;
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        chosen[i] = random_placements(inputs[i], mesh.ndim(), partial, random);
+        std::shuffle(order.begin(), order.end(), random);
+        orders.push_back(order);
+      }
+      compare(function, inputs, mesh, chosen, orders);
+    }
   });
 }
 

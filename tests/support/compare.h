@@ -24,11 +24,14 @@ std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool par
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what);
 
 /// `function` of inputs placed so, and the gradients of a weighted sum of its result, against plain tensors.
-/// Gradients of inputs that are not of floating type are not looked at.
+/// Gradients of inputs that are not of floating type are not looked at. `orders`: the shard order of each
+/// input; none: the default.
 void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,
-             const std::vector<Placements>& placements);
+             const std::vector<Placements>& placements, const std::vector<ShardOrder>& orders = {});
 
-/// Over all placements of all inputs, or, if there are more than `limit`, over that many of them.
+/// Over all placements of all inputs by R, S and, if `partial`, P(sum); if these are more than `limit`, over
+/// that many, drawn at random so that each placement of each input is met as often. Then over some random
+/// ones with strided shards, other partial values and other shard orders too.
 void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRef mesh_shape,
                  bool partial = true, size_t limit = 1000);
 

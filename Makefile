@@ -46,7 +46,10 @@ build:
 	$(call configure,$(BUILD),)
 	@cmake --build $(BUILD)
 
-demo: build
+# The library and the demo alone.
+demo:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target train_gpt
 	@$(BUILD)/examples/train_gpt/train_gpt
 
 test: build

@@ -1,5 +1,6 @@
 """Local tensors lie in memory as their specs say: kernels are chosen by the strides of the spec, and read the memory of the local tensor."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,30 @@ def test_views_begin_where_they_do_on_one_device():
                 assert_whole(mine, theirs)
             with pytest.raises(RuntimeError, match="lies before 'self'"):
                 x[2:].as_strided((2, 2), (5, 1), 0)
+
+
+FILLED = """
+import torch, tessera
+from tessera import Partial, Replicate, Shard
+
+def main():
+    mesh = tessera.init_device_mesh("cpu", (2,))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        assert tessera.empty(3, 4, dtype=dtype, device_mesh=mesh, placements=[Shard(0)]).to_local().isnan().all()
+    assert (tessera.empty(3, dtype=torch.int16, device_mesh=mesh, placements=[Shard(0)]).to_local() == -1).all()
+    whole = torch.arange(12.0).view(3, 4)
+    for source in (Shard(0), Shard(1), Replicate(), Partial()):
+        x = tessera.distribute_tensor(whole, mesh, [source])
+        for target in (Shard(0), Shard(1), Replicate(), Partial()):
+            assert torch.equal(x.redistribute(placements=[target]).full_tensor(), whole)
+
+tessera.run(2, main)
+"""
+
+
+def test_new_memory_can_be_filled():
+    done = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, "TESSERA_FILL_MEMORY": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_that_take_slices_read_them_rightly():

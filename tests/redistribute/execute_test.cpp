@@ -369,6 +369,19 @@ TEST(Memory, IsCopiedOnlyIfItLiesOtherwise) {
   });
 }
 
+TEST(Memory, ThatLiesOtherwiseIsFound) {
+  setenv("TESSERA_CHECK_LAYOUT", "1", /*overwrite=*/1);  // before the first check of this program
+  run(2, [] {
+    const Spec rows(init_device_mesh(at::kCPU, {2}), {Shard(0)}, {4, 3});
+    check_layout(count({2, 3}), rows);
+    expect_error<c10::Error>(
+        [&] {
+          check_layout(count({3, 2}).t(), rows);
+        },
+        {"shape [2, 3] and strides [1, 2]", "says strides [3, 1]", "report it"});
+  });
+}
+
 TEST(Execute, SharesMemoryOnlyWithoutCommunication) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});

@@ -373,6 +373,12 @@ std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
   if (!tensor.defined()) return out << "DTensor undefined";
   const auto* impl = DTensorImpl::of(tensor);
   out << "DTensor " << impl->spec() << ", rank " << impl->spec().mesh().get_rank() << " holds:\n";
+  // Not collective: one rank may print alone.
+  for (const auto* view = impl; view->origin(); view = DTensorImpl::of(view->origin()->base)) {
+    if (view->origin()->read && DTensorImpl::of(view->origin()->base)->writes() != view->origin()->writes)
+      return out
+             << "[ a view of a tensor that was written since: the next operator on it fetches its values ]";
+  }
   return out << impl->local();
 }
 

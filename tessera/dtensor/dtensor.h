@@ -96,7 +96,7 @@ class TESSERA_API DTensor : public at::Tensor {
   /// dense local tensor.
   DTensor coerce_gradient(const DTensor& gradient) const;
 
-  /// "DTensor [S(0), R] on mesh(dp=2, tp=2): f32[4, 6], rank 0 holds:" and the local tensor.
+  /// "DTensor [S(0)] on mesh(tp=2): f32[4, 6], rank 0 holds:" and the local tensor. Not collective.
   friend TESSERA_API std::ostream& operator<<(std::ostream& out, const DTensor& tensor);
 };
 

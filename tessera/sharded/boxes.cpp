@@ -177,18 +177,18 @@ std::optional<std::vector<int64_t>> find_gap(const std::vector<Box>& boxes, c10:
   }
   // What the boxes hold of the slice at each position changes only where one begins or ends.
   auto slice = [&](c10::IntArrayRef sizes) {
-    double volume = 1;
-    for (size_t rest = dim + 1; rest < sizes.size(); ++rest) volume *= static_cast<double>(sizes[rest]);
+    int64_t volume = 1;  // no more than the tensor has
+    for (size_t rest = dim + 1; rest < sizes.size(); ++rest) volume *= sizes[rest];
     return volume;
   };
-  const double full = slice(shape);
-  std::vector<std::pair<int64_t, double>> changes;
+  const int64_t full = slice(shape);
+  std::vector<std::pair<int64_t, int64_t>> changes;
   for (const Box& box : boxes) {
     changes.emplace_back(box.offsets[dim], slice(box.sizes));
     changes.emplace_back(box.end(dim), -slice(box.sizes));
   }
   std::sort(changes.begin(), changes.end());
-  double held = 0;
+  int64_t held = 0;
   size_t next = 0;
   for (int64_t position = 0; position < shape[dim];) {
     for (; next < changes.size() && changes[next].first <= position; ++next) held += changes[next].second;
@@ -228,6 +228,7 @@ void for_each_overlap(c10::ArrayRef<Box> a, c10::ArrayRef<Box> b,
 }
 
 std::optional<std::vector<int64_t>> find_gap(c10::ArrayRef<Box> boxes, c10::IntArrayRef shape) {
+  if (is_empty({shape, shape})) return std::nullopt;
   std::vector<Box> held;
   for (const Box& box : boxes) {
     if (!is_empty(box)) held.push_back(box);

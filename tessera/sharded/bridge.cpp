@@ -98,13 +98,10 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
   ShardedTensor cut = tensor;
   if (!fits) cut = tensor.reshard(EnumerableShardingSpec(std::move(wanted)));
   at::Tensor local;
-  for (const Shard& shard : cut.local_shards()) {
-    if (shard.tensor.numel() > 0 || !local.defined()) local = shard.tensor;
+  for (const at::Tensor& each : cut.local_tensors()) {  // one at least: so all ranks take part in backward
+    if (each.numel() > 0 || !local.defined()) local = each;
   }
-  if (!local.defined() || local.sizes() != spec.local_shape()) {
-    local = at::empty(spec.local_shape(), at::TensorOptions(tensor.scalar_type()).device(mesh.device_type()))
-                .requires_grad_(tensor.requires_grad());  // so that all ranks take part in backward
-  }
+  local = local.reshape(spec.local_shape());
   DTensor::FromLocalOptions options;
   options.shape = tensor.sizes().vec();
   return DTensor::from_local(local, mesh, std::move(placements), options);
@@ -164,9 +161,18 @@ ShardedTensor from_dtensor(const DTensor& tensor) {
     }
     state.spec = infer_sharding_spec(shards);
   }
-  if (!mine.empty()) {
-    const at::Tensor local =
-        tensor.numel() == 0 ? at::empty(mine[0].shard_sizes, tensor.to_local().options()) : tensor.to_local();
+  // Of replicas the first alone has a gradient: it is that of all of them together.
+  Placements gradients = spec.placements();
+  for (Placement& each : gradients) {
+    if (each.is_replicate()) each = Partial();
+  }
+  at::Tensor local = gradients == spec.placements() ? tensor.to_local() : tensor.to_local(gradients);
+  if (!state.metadata.tensor_properties.requires_grad) local = local.detach();
+  if (mine.empty()) {
+    const at::Tensor empty = empty_part(tensor.sizes(), tensor.scalar_type(), device);
+    state.anchor = local.reshape({-1}).narrow(0, 0, 0).reshape(empty.sizes());
+  } else {
+    if (tensor.numel() == 0) local = local.reshape(mine[0].shard_sizes);
     // In the local tensor the pieces of each dim lie one after the other.
     std::vector<std::map<int64_t, int64_t>> place(tensor.dim());
     for (const int64_t dim : c10::irange(tensor.dim())) {
@@ -179,7 +185,6 @@ ShardedTensor from_dtensor(const DTensor& tensor) {
       for (const int64_t dim : c10::irange(tensor.dim()))
         part = part.narrow(dim, place[dim][box.shard_offsets[dim]], box.shard_sizes[dim]);
       part = mine.size() == 1 ? local.contiguous() : part.contiguous();
-      if (!state.metadata.tensor_properties.requires_grad) part = part.detach();
       state.local_shards.emplace_back(std::move(part), std::move(box));
     }
   }

@@ -35,6 +35,7 @@ struct Requests : torch::CustomClassHolder {
   MembersPtr members;
   std::vector<int64_t> size;  // of the whole table
   int64_t count = 0;          // of rows that this rank needs
+  at::TensorOptions options;  // of those
 
   /// A shard that holds something, and which of the rows that this rank needs lie in it.
   struct Asked {
@@ -64,12 +65,15 @@ struct Requests : torch::CustomClassHolder {
   }
 };
 
-/// `needed`: sorted, all different. Collective; an index that is not in the table is an error on every rank.
+/// `needed`: sorted, all different. Collective; an index that is not in the table is an error on every rank,
+/// and so is a table that has a gradient on some ranks only, as these would wait for the others in backward.
 c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, const Tensor& needed) {
   auto requests = c10::make_intrusive<Requests>();
   requests->members = weight.process_group_ptr();
   requests->size = weight.sizes().vec();
   requests->count = needed.numel();
+  requests->options = at::TensorOptions(weight.scalar_type()).device(needed.device());
+  const bool differentiable = weight.requires_grad() && at::GradMode::is_enabled();
   const Members& members = weight.process_group();
   const Tensor indices = needed.to(at::kCPU);
   const int64_t* begin = indices.const_data_ptr<int64_t>();
@@ -90,23 +94,32 @@ c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, 
     requests->asked[*members.place_of(rank_of(shard.placement, members))].push_back(std::move(asked));
   }
 
-  // How many rows of each shard; and before that, whether an index is wrong, and which.
+  constexpr size_t kHead = 3;
+  // How many rows of each shard; and before that, whether an index is wrong, and which, and whether there
+  // will be a gradient.
   comm::Tensors counts;
   const size_t local_count = weight.local_shards().size();
   for (const auto& of_rank : requests->asked) {
-    std::vector<int64_t> numbers{is_wrong, wrong};
+    std::vector<int64_t> numbers{is_wrong, wrong, differentiable};
     for (const auto& asked : of_rank) numbers.push_back(asked.count);
     counts.push_back(at::tensor(numbers, at::kLong));
   }
   const auto their_counts =
-      swap(counts, std::vector<int64_t>(members.size(), static_cast<int64_t>(local_count) + 2), members);
+      swap(counts, std::vector<int64_t>(members.size(), static_cast<int64_t>(local_count) + kHead), members);
   std::vector<int64_t> sizes;
   for (const int64_t place : c10::irange(members.size())) {
     const int64_t* numbers = their_counts[place].const_data_ptr<int64_t>();
     TESSERA_CHECK_INDEX(numbers[0] == 0, name, ": on rank ", members.ranks()[place], " index ", numbers[1],
                         " is looked up, but the table has ", weight.size(0), " rows.");
+    const int64_t* first = their_counts[0].const_data_ptr<int64_t>();
+    TESSERA_CHECK(
+        numbers[2] == first[2], name, ": on rank ", members.ranks()[place], " the table ",
+        numbers[2] ? "has" : "has no", " gradient, on rank ", members.ranks()[0],
+        numbers[2] ? " none" : " one",
+        ". Call requires_grad_() of the sharded tensor itself, and enable gradients or not, alike on "
+        "all ranks.");
     sizes.push_back(0);
-    for (const size_t i : c10::irange(local_count)) sizes.back() += numbers[2 + i];
+    for (const size_t i : c10::irange(local_count)) sizes.back() += numbers[kHead + i];
   }
 
   comm::Tensors rows;
@@ -121,7 +134,7 @@ c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, 
   for (const int64_t place : c10::irange(members.size())) {
     int64_t from = 0;
     for (const size_t i : c10::irange(local_count)) {
-      const int64_t count = their_counts[place].const_data_ptr<int64_t>()[2 + i];
+      const int64_t count = their_counts[place].const_data_ptr<int64_t>()[kHead + i];
       const at::Device device = weight.local_shards()[i].tensor.device();
       requests->wanted[place].push_back({i, their_rows[place].narrow(0, from, count).to(device)});
       from += count;
@@ -141,10 +154,10 @@ at::TensorOptions in_transit(at::ScalarType dtype, const Members& members) {
 }
 
 /// The rows that this rank needs.
-Tensor fetch(const Requests& requests, const std::vector<Tensor>& locals, at::TensorOptions options) {
+Tensor fetch(const Requests& requests, const std::vector<Tensor>& locals) {
   const at::NoGradGuard no_grad;
   const Members& members = *requests.members;
-  const at::TensorOptions transit = in_transit(c10::typeMetaToScalarType(options.dtype()), members);
+  const at::TensorOptions transit = in_transit(c10::typeMetaToScalarType(requests.options.dtype()), members);
   comm::Tensors given;
   for (const auto& of_rank : requests.wanted) {
     std::vector<Tensor> parts;
@@ -153,7 +166,7 @@ Tensor fetch(const Requests& requests, const std::vector<Tensor>& locals, at::Te
   }
   const auto got = swap(
       given, requests.sizes_asked([](const ShardMetadata& shard) { return shard.shard_sizes[1]; }), members);
-  Tensor result = at::empty({requests.count, requests.size[1]}, options);
+  Tensor result = at::empty({requests.count, requests.size[1]}, requests.options);
   for (const size_t place : c10::irange(got.size())) {
     int64_t from = 0;
     for (const auto& asked : requests.asked[place]) {
@@ -201,25 +214,27 @@ variable_list give_back(const Requests& requests, const std::vector<at::IntArray
   return result;
 }
 
-/// `anchor` requires a gradient, so that also ranks that hold nothing take part in backward.
+/// `locals`: of each rank some, so that ranks that hold nothing take part in backward.
 struct Fetch : torch::autograd::Function<Fetch> {
-  static Tensor forward(AutogradContext* context, at::TensorList locals, const Tensor& anchor,
+  static Tensor forward(AutogradContext* context, at::TensorList locals,
                         c10::intrusive_ptr<Requests> requests) {
     std::vector<int64_t> sizes;
     for (const Tensor& local : locals) sizes.insert(sizes.end(), {local.size(0), local.size(1)});
     context->saved_data["sizes"] = sizes;
-    Tensor result = fetch(*requests, locals.vec(), anchor.options());
+    Tensor result = fetch(*requests, locals.vec());
     context->saved_data["requests"] = c10::IValue::make_capsule(std::move(requests));
     return result;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    TESSERA_CHECK(!gradients[0].requires_grad() || !at::GradMode::is_enabled(),
+                  "The gradient of a lookup in a sharded table has no gradient itself (create_graph).");
     const auto requests = context->saved_data["requests"].toCapsule();
     const std::vector<int64_t> numbers = context->saved_data["sizes"].toIntVector();
     std::vector<at::IntArrayRef> sizes;
     for (size_t i = 0; i < numbers.size(); i += 2) sizes.emplace_back(numbers.data() + i, 2);
     variable_list result =
         give_back(*static_cast<Requests*>(requests.get()), sizes, gradients[0].contiguous());
-    result.resize(result.size() + 2);
+    result.resize(result.size() + 1);
     return result;
   }
 };
@@ -245,12 +260,7 @@ Rows look_up(const char* name, const Tensor& table, const Tensor& indices) {
   auto [numbers, inverse] =
       at::_unique(indices.reshape({-1}).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
   auto requests = ask(name, weight, numbers);
-  std::vector<Tensor> locals;
-  for (const Shard& shard : weight.local_shards()) locals.push_back(shard.tensor);
-  const bool differentiable = weight.requires_grad() && at::GradMode::is_enabled();
-  const Tensor anchor = at::empty({0}, at::TensorOptions(weight.scalar_type()).device(indices.device()))
-                            .requires_grad_(differentiable);
-  Tensor rows = Fetch::apply(at::TensorList(locals), anchor, std::move(requests));
+  Tensor rows = Fetch::apply(at::TensorList(weight.local_tensors()), std::move(requests));
   return {std::move(rows), inverse.view(indices.sizes()), numbers};
 }
 
@@ -291,8 +301,9 @@ Bags look_up_bags(const Tensor& weight, const Tensor& indices, const Tensor& off
   if (padding) padding = found.find(*padding);
   Bags result = at::embedding_bag(found.rows, found.indices, offsets.to(found.indices.scalar_type()), false,
                                   mode, false, per_sample_weights, include_last_offset, padding);
-  Tensor& largest = std::get<3>(result);  // rows of `found`: make them those of the table
-  if (largest.numel() > 0 && found.numbers.numel() > 0)
+  constexpr int64_t kMax = 2;
+  Tensor& largest = std::get<3>(result);  // in this mode alone, rows of `found`: make them those of the table
+  if (mode == kMax && largest.numel() > 0 && found.numbers.numel() > 0)
     largest = found.numbers.index_select(0, largest.reshape({-1})).view(largest.sizes());
   return result;
 }

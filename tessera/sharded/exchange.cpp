@@ -23,11 +23,15 @@ using torch::autograd::variable_list;
 /// A tiling, and who holds what.
 struct Tiling {
   std::vector<ShardMetadata> shards;
+  std::vector<int64_t> size;    // of the whole
   std::vector<int64_t> places;  // in the group
   std::vector<size_t> mine;
 
-  Tiling(const std::vector<ShardMetadata>& all, const Members& members) : shards(all) {
+  Tiling(const std::vector<ShardMetadata>& all, const Members& members)
+      : shards(all), size(all[0].shard_offsets.size()) {
     for (const size_t i : c10::irange(shards.size())) {
+      for (const size_t dim : c10::irange(size.size()))
+        size[dim] = std::max(size[dim], box_of(shards[i]).end(dim));
       places.push_back(*members.place_of(rank_of(shards[i].placement, members)));
       if (places.back() == members.group_rank()) mine.push_back(i);
     }
@@ -91,6 +95,7 @@ std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& 
   std::vector<at::Tensor> result;
   for (const size_t i : to.mine)
     result.push_back(at::empty(to.shards[i].shard_sizes, options.device(to.shards[i].placement->device())));
+  if (result.empty()) result.push_back(empty_part(to.size, dtype, to.shards[0].placement->device()));
 
   comm::Tensors inputs = buffers(sent, members, options), outputs = buffers(received, members, options);
   std::vector<int64_t> filled(members.size(), 0);
@@ -125,25 +130,30 @@ struct Memory : torch::CustomClassHolder {
   MembersPtr members;
 };
 
-/// `anchor` requires a gradient, so that also ranks that hold nothing before take part in backward.
+/// Ranks that hold nothing, before or after, take part in backward by what stands for that.
 struct Exchange : torch::autograd::Function<Exchange> {
-  static variable_list forward(AutogradContext* context, at::TensorList held, const Variable& /*anchor*/,
+  static variable_list forward(AutogradContext* context, at::TensorList held,
                                c10::intrusive_ptr<Memory> memory) {
     auto result = move(memory->from, held.vec(), memory->to, memory->dtype, *memory->members);
     context->saved_data["memory"] = c10::IValue::make_capsule(std::move(memory));
+    context->saved_data["held"] = static_cast<int64_t>(held.size());
     return result;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto memory = context->saved_data["memory"].toCapsule();
     const Memory& known = *static_cast<Memory*>(memory.get());
-    for (const size_t i : c10::irange(gradients.size())) {
+    for (const size_t i : c10::irange(known.to.mine.size())) {
       const ShardMetadata& shard = known.to.shards[known.to.mine[i]];
       if (!gradients[i].defined())
         gradients[i] =
             at::zeros(shard.shard_sizes, at::TensorOptions(known.dtype).device(shard.placement->device()));
     }
-    variable_list result = move(known.to, gradients, known.from, known.dtype, *known.members);
-    result.resize(result.size() + 2);
+    // For gradients of gradients, this is differentiable itself, and on every rank if on one.
+    if (at::GradMode::is_enabled()) gradients.push_back(at::zeros({0}, known.dtype).requires_grad_());
+    variable_list result =
+        Exchange::apply(at::TensorList(gradients),
+                        c10::make_intrusive<Memory>(known.to, known.from, known.dtype, known.members));
+    result.resize(context->saved_data["held"].toInt() + 1);
     return result;
   }
 };
@@ -152,12 +162,10 @@ struct Exchange : torch::autograd::Function<Exchange> {
 
 std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
                                  const std::vector<ShardMetadata>& to, at::ScalarType dtype,
-                                 const MembersPtr& members, bool differentiable) {
-  Tiling source(from, *members), target(to, *members);
-  if (!differentiable) return move(source, held, target, dtype, *members);
-  const at::Tensor anchor = at::zeros({0}, at::TensorOptions(dtype)).requires_grad_();
-  return Exchange::apply(at::TensorList(held), anchor,
-                         c10::make_intrusive<Memory>(std::move(source), std::move(target), dtype, members));
+                                 const MembersPtr& members) {
+  return Exchange::apply(
+      at::TensorList(held),
+      c10::make_intrusive<Memory>(Tiling(from, *members), Tiling(to, *members), dtype, members));
 }
 
 }  // namespace tessera::sharded

@@ -161,7 +161,8 @@ void find_sizes(ShardedTensorMetadata& metadata, const Members& members) {
                         "init_from_local_shards: the shards differ in their number of dims.");
     std::fill(shards[i].shard_offsets.begin(), shards[i].shard_offsets.end(), 0);
     shards[i].shard_offsets[0] = end;
-    end += shards[i].shard_sizes[0];
+    TESSERA_CHECK_VALUE(!__builtin_add_overflow(end, shards[i].shard_sizes[0], &end),
+                        "init_from_local_shards: the shards are longer together than 64 bits can count.");
   }
   metadata.size = shards[0].shard_sizes;
   metadata.size[0] = end;

@@ -3,13 +3,13 @@
 #include <tessera/sharded/bytes.h>
 #include <tessera/sharded/metadata.h>
 
+#include <algorithm>
 #include <charconv>
 #include <limits>
 #include <ostream>
 #include <sstream>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/accumulate.h>
 #include <c10/util/hash.h>
 
 namespace tessera::sharded {
@@ -196,6 +196,16 @@ std::string written(const T& value) {
   return out.take();
 }
 
+int64_t count_of(const std::vector<int64_t>& sizes) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    TESSERA_CHECK_VALUE(!__builtin_mul_overflow(count, size, &count), "A tensor of size ",
+                        c10::IntArrayRef(sizes), " has more elements than 64 bits can count.");
+  }
+  return count;
+}
+
 }  // namespace
 
 // --- ShardMetadata
@@ -217,7 +227,7 @@ ShardMetadata::ShardMetadata(std::vector<int64_t> offsets, std::vector<int64_t> 
   }
 }
 
-int64_t ShardMetadata::numel() const { return c10::multiply_integers(shard_sizes); }
+int64_t ShardMetadata::numel() const { return count_of(shard_sizes); }
 
 size_t ShardMetadata::hash() const {
   return c10::get_hash(shard_offsets, shard_sizes, placement ? placement->hash() : 0);
@@ -288,7 +298,7 @@ std::ostream& operator<<(std::ostream& out, const TensorProperties& properties) 
 
 // --- ShardedTensorMetadata
 
-int64_t ShardedTensorMetadata::numel() const { return c10::multiply_integers(size); }
+int64_t ShardedTensorMetadata::numel() const { return count_of(size); }
 
 size_t ShardedTensorMetadata::hash() const {
   size_t result = c10::get_hash(size, tensor_properties.hash());

@@ -36,7 +36,7 @@ struct TESSERA_API ShardMetadata {
                 std::optional<RemoteDevice> placement = std::nullopt);
 
   int64_t dim() const { return static_cast<int64_t>(shard_offsets.size()); }
-  /// How many elements it holds.
+  /// How many elements it holds. Throws if 64 bits cannot count them.
   int64_t numel() const;
 
   bool operator==(const ShardMetadata&) const = default;
@@ -75,6 +75,7 @@ struct TESSERA_API ShardedTensorMetadata {
   std::vector<int64_t> size;
   TensorProperties tensor_properties;
 
+  /// Throws if 64 bits cannot count them.
   int64_t numel() const;
 
   bool operator==(const ShardedTensorMetadata&) const = default;

@@ -49,6 +49,9 @@ ShardedTensor moved(const ShardedTensor& tensor, at::Device device, at::ScalarTy
                                        options.non_blocking, options.copy, options.memory_format);
     state.local_shards.emplace_back(std::move(local), std::move(metadata));
   }
+  if (tensor.local_shards().empty())
+    state.anchor = tensor.local_tensors()[0].to(at::TensorOptions(dtype).device(device), options.non_blocking,
+                                                options.copy);
   for (const Shard& shard : state.local_shards) properties.pin_memory = shard.tensor.is_pinned();
 
   // Chunks stay chunks; whatever else it was, all shards are known by name.

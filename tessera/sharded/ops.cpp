@@ -1,3 +1,4 @@
+#include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/sharded/fill.h>
 #include <tessera/sharded/init.h>
@@ -5,11 +6,18 @@
 #include <tessera/sharded/registry.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/min.h>
+#include <ATen/ops/norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
 /// The built-in operators but the lookups (embedding.cpp).
@@ -23,7 +31,7 @@ using Format = std::optional<at::MemoryFormat>;
 template <class Function>
 std::vector<Tensor> of_local(const ShardedTensor& tensor, const Function& function) {
   std::vector<Tensor> result;
-  for (const Shard& shard : tensor.local_shards()) result.push_back(function(shard.tensor));
+  for (const Tensor& local : tensor.local_tensors()) result.push_back(function(local));
   return result;
 }
 
@@ -39,7 +47,9 @@ Tensor mapped(const ShardedTensor& tensor, bool requires_grad, const Function& f
 /// In place.
 template <class Function>
 Tensor written(const Tensor& tensor, const Function& function) {
-  for (const Shard& shard : ShardedTensor(tensor).local_shards()) function(shard.tensor);
+  for (const Tensor& local : ShardedTensor(tensor).local_tensors()) function(local);
+  static_cast<void>(
+      ShardedTensor(tensor).metadata());  // learns what this did to the history of the local ones
   return tensor;
 }
 
@@ -64,12 +74,45 @@ bool compared(const char* name, const Tensor& self, const Tensor& other, const C
                 ": both arguments must be sharded tensors; one is a plain one.");
   const ShardedTensor a(self), b(other);
   if (!a.process_group().is_member()) return true;  // has nothing to compare
-  bool same = a.metadata() == b.metadata() && a.local_shards().size() == b.local_shards().size();
-  for (size_t i = 0; same && i < a.local_shards().size(); ++i) {
-    same = a.local_shards()[i].metadata == b.local_shards()[i].metadata &&
-           compare(a.local_shards()[i].tensor, b.local_shards()[i].tensor);
+  const ShardedTensorMetadata& tiling = a.metadata();
+  bool same = tiling.size == b.metadata().size &&
+              tiling.tensor_properties == b.metadata().tensor_properties &&
+              is_same_tiling(tiling.shards_metadata, b.metadata().shards_metadata);
+  if (same) {
+    const auto mine = a.local_tensors(), others = local_tensors_as(tiling.shards_metadata, b, name);
+    for (size_t i = 0; same && i < mine.size(); ++i) same = compare(mine[i], others[i]);
   }
   return all_agree(same, a.process_group());
+}
+
+/// What `reduce` gives for all elements of a tensor, given what it gives for the elements of each shard, as a
+/// plain tensor: the same on all ranks, as all of them reduce the same numbers in the same order. Collective.
+template <class Local, class Reduce>
+Tensor reduced(const char* name, const Tensor& self, const Local& local, const Reduce& reduce) {
+  const ShardedTensor tensor(self);
+  const Members& members = tensor.process_group();
+  members.check_member(name);
+  TESSERA_CHECK(
+      !tensor.requires_grad() || !at::GradMode::is_enabled(), name,
+      " of a sharded tensor has no gradient: take it of detach(), or compute it of local_tensors().");
+  std::vector<Tensor> parts;
+  for (const Tensor& each : tensor.local_tensors()) {
+    if (each.numel() > 0) parts.push_back(local(each));
+  }
+  std::vector<int64_t> holders;  // places in the group of those that hold something
+  for (const ShardMetadata& shard : tensor.metadata().shards_metadata) {
+    if (shard.numel() > 0) holders.push_back(*members.place_of(rank_of(shard.placement, members)));
+  }
+  std::sort(holders.begin(), holders.end());
+  holders.erase(std::unique(holders.begin(), holders.end()), holders.end());
+  // A rank that holds nothing has to know the dtype of what the others tell.
+  const at::ScalarType dtype = local(at::zeros({1}, tensor.options().device(at::kCPU))).scalar_type();
+  const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
+  const Tensor mine =
+      parts.empty() ? at::zeros({1}, options) : reduce(at::stack(parts)).view({1}).to(options);
+  const Tensor all = at::empty({members.size()}, options);
+  comm::all_gather_into(all, mine, members.group()).wait();
+  return reduce(all.to(at::kCPU).index_select(0, at::tensor(holders, at::kLong))).to(tensor.device());
 }
 
 Tensor moved(const Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Device> device,
@@ -135,6 +178,24 @@ const bool registered = [] {
                     });
                   });
 
+  // --- reducing: what torch::nn::utils::clip_grad_norm_ needs
+  sharded_op_impl("aten::norm.Scalar", [](const Tensor& self, const at::Scalar& p) {
+    // Norms of norms, but for the number of elements that are not zero. In double, as one device has one sum.
+    const at::Scalar of_norms = p.toDouble() == 0 ? at::Scalar(1) : p;
+    return reduced(
+               "norm", self, [&](const Tensor& local) { return at::norm(local, p).to(at::kDouble); },
+               [&](const Tensor& norms) { return at::norm(norms, of_norms); })
+        .to(c10::toRealValueType(self.scalar_type()));
+  });
+  sharded_op_impl("aten::max", [](const Tensor& self) {
+    auto max = [](const Tensor& values) { return at::max(values); };
+    return reduced("max", self, max, max);
+  });
+  sharded_op_impl("aten::min", [](const Tensor& self) {
+    auto min = [](const Tensor& values) { return at::min(values); };
+    return reduced("min", self, min, min);
+  });
+
   // --- copying
   sharded_op_impl("aten::clone", [](const Tensor& self, Format format) {
     TESSERA_CHECK(
@@ -147,6 +208,9 @@ const bool registered = [] {
   sharded_op_impl("aten::detach", [](const Tensor& self) {
     return mapped(ShardedTensor(self), false, [](const Tensor& local) { return local.detach(); });
   });
+  sharded_op_impl("aten::detach_", [](const Tensor& self) {
+    return written(self, [](const Tensor& local) { local.detach_(); });
+  });
   sharded_op_impl("aten::contiguous", [](const Tensor& self, at::MemoryFormat format) {
     TESSERA_CHECK(format == at::MemoryFormat::Contiguous,
                   "contiguous: sharded tensors have the contiguous memory format, not ", format, ".");
@@ -155,12 +219,9 @@ const bool registered = [] {
   sharded_op_impl("aten::copy_", [](const Tensor& self, const Tensor& src, bool non_blocking) {
     TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(src),
                   "copy_: both arguments must be sharded tensors; one is a plain one.");
-    const ShardedTensor to(self), from(src);
-    TESSERA_CHECK(to.metadata().shards_metadata == from.metadata().shards_metadata,
-                  "copy_: the tensors are cut differently: ", to.sharding_spec(), " and ",
-                  from.sharding_spec(), "; reshard the source first.");
-    for (const size_t i : c10::irange(to.local_shards().size()))
-      to.local_shards()[i].tensor.copy_(from.local_shards()[i].tensor, non_blocking);
+    const ShardedTensor to(self);
+    const auto from = local_tensors_as(to.metadata().shards_metadata, src, "copy_");
+    for (const size_t i : c10::irange(from.size())) to.local_tensors()[i].copy_(from[i], non_blocking);
     return self;
   });
 
@@ -278,12 +339,11 @@ ShardedTensor kaiming_uniform_(ShardedTensor tensor, double a, FanMode mode, Gen
   TESSERA_CHECK_VALUE(tensor.dim() >= 2,
                       "kaiming_uniform_: fans are those of a tensor of at least 2 dims, not of ",
                       tensor.sizes(), ".");
-  int64_t field = 1;
-  for (int64_t dim = 2; dim < tensor.dim(); ++dim) field *= tensor.size(dim);
-  const int64_t fan = tensor.size(mode == FanMode::fan_in ? 1 : 0) * field;
+  auto fan = static_cast<double>(tensor.size(mode == FanMode::fan_in ? 1 : 0));
+  for (int64_t dim = 2; dim < tensor.dim(); ++dim) fan *= static_cast<double>(tensor.size(dim));
   if (fan == 0) return tensor;
   const double gain = std::sqrt(2 / (1 + a * a));
-  const double bound = std::sqrt(3.0) * gain / std::sqrt(static_cast<double>(fan));
+  const double bound = std::sqrt(3.0) * gain / std::sqrt(fan);
   return uniform_(std::move(tensor), -bound, bound, std::move(generator));
 }
 

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include <torch/nn/module.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 
 namespace tessera::sharded {
@@ -57,12 +58,25 @@ NamedParameters named_params_with_sharded_tensor(const torch::nn::Module& module
 ShardedOptimizer::ShardedOptimizer(NamedParameters named_params, const Make& make)
     : named_params_(std::move(named_params)), optimizer_(make(local_tensors(named_params_))) {
   TESSERA_CHECK(optimizer_, "ShardedOptimizer: no optimiser was made.");
+  TESSERA_CHECK(
+      !dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()),
+      "ShardedOptimizer: LBFGS computes with all elements together, not with each by itself, and so "
+      "cannot run on local shards. Gather the parameters, or use another optimiser.");
   log_call("ShardedOptimizer", [&] { return c10::str(named_params_.size(), " parameters"); });
 }
 
-void ShardedOptimizer::zero_grad(bool set_to_none) { optimizer_->zero_grad(set_to_none); }
+void ShardedOptimizer::zero_grad(bool set_to_none) {
+  optimizer_->zero_grad(set_to_none);
+  if (!set_to_none) return;
+  // Where this rank has no shard of a parameter, the optimiser has nothing of it.
+  for (const auto& [name, parameter] : named_params_) {
+    if (!ShardedTensor::is_sharded_tensor(parameter)) continue;
+    for (const at::Tensor& local : ShardedTensor(parameter).local_tensors()) local.mutable_grad().reset();
+  }
+}
 
 at::Tensor ShardedOptimizer::step(const torch::optim::Optimizer::LossClosure& closure) {
+  local_tensors(named_params_);  // which learn what was done with the parameters' gradients
   return optimizer_->step(closure);
 }
 

@@ -103,6 +103,12 @@ void for_each_sharded(const c10::OperatorHandle& op, const Stack& stack, const V
   }
 }
 
+/// libtorch says so of what computes each element from those in the same place. Random numbers must not
+/// depend on the tiling.
+bool is_elementwise(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::pointwise) && !op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
 /// Every operator on a sharded tensor comes here.
 void dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const std::string name = name_of(op);
@@ -121,6 +127,7 @@ void dispatch(const c10::OperatorHandle& op, Stack* stack) {
   });
   TESSERA_CHECK(first.defined(), name, ": called without a sharded tensor.");
   const Tables::Op known = tables().find(name, first.sharding_spec());
+  if (!known && is_elementwise(op)) return on_local_shards(op, stack);
   TESSERA_CHECK(known, name, " does not work on sharded tensors, but argument '",
                 op.schema().arguments()[position].name(), "' is one (", first.metadata().tensor_properties,
                 " ", first.sizes(), ", ", first.sharding_spec(),
@@ -155,36 +162,59 @@ void register_op(Table table, std::type_index spec, const std::string& op, Boxed
 std::vector<std::string> sharded_ops() { return tables().names(); }
 
 void on_local_shards(const c10::OperatorHandle& op, Stack* stack) {
-  const size_t count = op.schema().arguments().size();
-  const size_t first = stack->size() - count;
-  TESSERA_CHECK(count > 0 && (*stack)[first].isTensor() && op.schema().returns().size() == 1, name_of(op),
-                ": on_local_shards is for operators whose first argument and only result are tensors.");
-  const ShardedTensor tensor((*stack)[first].toTensor());
-  TensorProperties properties = tensor.metadata().tensor_properties;
-  properties.requires_grad &= at::GradMode::is_enabled();
-  properties.pin_memory = false;
-  std::vector<at::Tensor> results;
-  for (const size_t i : c10::irange(tensor.local_shards().size())) {
-    Stack local(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-    for (IValue& value : local) {
-      if (!value.isTensor() || !ShardedTensor::is_sharded_tensor(value.toTensor())) continue;
-      const ShardedTensor other(value.toTensor());
-      TESSERA_CHECK(other.metadata().shards_metadata == tensor.metadata().shards_metadata, name_of(op),
-                    ": its sharded tensors are cut differently: ", tensor.sharding_spec(), " and ",
-                    other.sharding_spec(), "; reshard one of them.");
-      value = other.local_shards()[i].tensor;
+  const std::string name = name_of(op);
+  const auto& arguments = op.schema().arguments();
+  const auto& returns = op.schema().returns();
+  const Stack given(stack->end() - static_cast<std::ptrdiff_t>(arguments.size()), stack->end());
+  ShardedTensor like;
+  for_each_sharded(op, *stack, [&](size_t, const ShardedTensor& tensor) {
+    if (!like.defined()) like = tensor;
+  });
+  TESSERA_CHECK(like.defined(), name, ": on_local_shards was called without a sharded tensor.");
+
+  // The arguments of each call: one for each local tensor.
+  const std::vector<at::Tensor> locals = like.local_tensors();
+  std::vector<Stack> calls(locals.size(), given);
+  for (const size_t i : c10::irange(arguments.size())) {
+    TESSERA_CHECK(!given[i].isTensorList(), name,
+                  ": on_local_shards is not for operators on lists of tensors.");
+    if (!given[i].isTensor() || !given[i].toTensor().defined()) continue;
+    const at::Tensor& tensor = given[i].toTensor();
+    if (ShardedTensor::is_sharded_tensor(tensor)) {
+      const auto parts = local_tensors_as(like.metadata().shards_metadata, tensor, name);
+      for (const size_t call : c10::irange(calls.size())) calls[call][i] = parts[call];
+    } else {
+      TESSERA_CHECK(tensor.numel() == 1 && tensor.dim() <= like.dim(), name, ": argument '",
+                    arguments[i].name(), "' is a plain tensor of size ", tensor.sizes(),
+                    ", beside a sharded one of size ", like.sizes(),
+                    ": shard it likewise with shard_tensor. Only of one element may it be plain.");
     }
-    op.callBoxed(local);
-    results.push_back(local.back().toTensor().contiguous());
-    TESSERA_CHECK(results.back().sizes() == tensor.local_shards()[i].tensor.sizes(), name_of(op),
-                  ": on_local_shards is for operators that keep the size.");
   }
-  for (const at::Tensor& result : results) {
-    properties.dtype = result.scalar_type();
-    properties.requires_grad = result.requires_grad();
+  std::vector<std::vector<at::Tensor>> results(returns.size());
+  for (const size_t call : c10::irange(calls.size())) {
+    op.callBoxed(calls[call]);
+    for (const size_t i : c10::irange(returns.size())) {
+      TESSERA_CHECK(calls[call][i].isTensor() && calls[call][i].toTensor().sizes() == locals[call].sizes(),
+                    name,
+                    ": on_local_shards is for operators whose results are tensors of the size of their "
+                    "arguments.");
+      results[i].push_back(calls[call][i].toTensor());
+    }
   }
-  torch::jit::drop(*stack, count);
-  stack->emplace_back(at::Tensor(with_local_tensors(tensor, std::move(results), properties)));
+  torch::jit::drop(*stack, arguments.size());
+  for (const size_t i : c10::irange(returns.size())) {
+    const auto* written = returns[i].alias_info();
+    size_t self = arguments.size();  // the argument that is returned, if one is
+    for (size_t j = 0; written && written->isWrite() && j < arguments.size(); ++j) {
+      if (arguments[j].alias_info() && *arguments[j].alias_info() == *written) self = j;
+    }
+    if (self < arguments.size()) {
+      stack->push_back(given[self]);
+    } else {
+      for (at::Tensor& result : results[i]) result = result.contiguous();
+      stack->emplace_back(at::Tensor(with_local_tensors(like, std::move(results[i]))));
+    }
+  }
 }
 
 }  // namespace tessera::sharded

@@ -17,8 +17,8 @@
 
 /// Operators on sharded tensors. A call with a sharded tensor anywhere among its arguments goes to the first
 /// of these that there is: what a user registered for the operator; what a user registered for the operator
-/// and the class of the tensor's spec; the built-in implementation (docs/sharded.md lists them); an error
-/// that names the operator and says what to do.
+/// and the class of the tensor's spec; the built-in implementation (docs/sharded.md lists them); for
+/// pointwise operators of libtorch `on_local_shards`; an error that names the operator and says what to do.
 ///
 /// An implementation is a function with the operator's own signature. It is called before autograd and before
 /// composite operators decompose, so it may be one of `aten::linear`, and gradients flow through what it does
@@ -89,9 +89,11 @@ void sharded_op_impl(const std::string& op, Function function) {
 /// The names of all operators that work on sharded tensors with a spec of the built-in classes, in order.
 TESSERA_API std::vector<std::string> sharded_ops();
 
-/// The same operator on each local shard of the first argument: a tensor of the same tiling. For operators
-/// that compute each element from the element in the same place:
-///   custom_sharded_op("aten::relu", on_local_shards);
+/// The same operator on each local shard: a tensor of the same tiling, or the argument that it writes into.
+/// For operators that compute each element from those in the same place of sharded tensors of one tiling, and
+/// from plain tensors of one element:
+///   custom_sharded_op("mine::squash", on_local_shards);
+/// Those of libtorch that it says to be pointwise work so without being registered.
 TESSERA_API void on_local_shards(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace tessera::sharded

@@ -12,13 +12,14 @@ namespace tessera::sharded {
 
 namespace {
 
-/// The tensor cut by `spec`, of which this rank holds these parts, in order.
+/// The tensor cut by `spec`, of which this rank holds these parts, in order, or what stands for none.
 ShardedTensor assembled(ShardedTensorMetadata metadata, const ShardingSpec& spec,
                         std::vector<at::Tensor> tensors, const MembersPtr& members, bool init_rrefs) {
   ShardedTensorState state;
   const std::vector<ShardMetadata> mine = local_part(metadata.shards_metadata, *members);
   for (const size_t i : c10::irange(mine.size()))
     state.local_shards.emplace_back(std::move(tensors[i]), mine[i]);
+  if (mine.empty()) state.anchor = std::move(tensors[0]);
   state.metadata = std::move(metadata);
   state.spec = spec.clone();
   state.members = members;
@@ -46,29 +47,24 @@ ShardedTensor ShardedTensor::reshard(const ShardingSpec& spec) const {
   properties.pin_memory = false;
   properties.requires_grad &= at::GradMode::is_enabled();
   auto target = checked_metadata(spec, sizes(), properties, process_group());
-  std::vector<at::Tensor> held;
-  for (const Shard& shard : local_shards()) held.push_back(shard.tensor);
-  auto tensors = exchange(metadata().shards_metadata, held, target.shards_metadata, properties.dtype,
-                          process_group_ptr(), properties.requires_grad);
+  auto tensors = exchange(metadata().shards_metadata, local_tensors(), target.shards_metadata,
+                          properties.dtype, process_group_ptr());
   return assembled(std::move(target), spec, std::move(tensors), process_group_ptr(), init_rrefs());
 }
 
 ShardedTensor ShardingSpec::shard(const at::Tensor& tensor, int64_t src_rank,
                                   const Ranks& process_group) const {
   const auto members = std::make_shared<const Members>(process_group, tensor.device().type());
-  members->check_member("ShardingSpec::shard");
   TESSERA_CHECK_INDEX(src_rank >= 0 && src_rank < members->size(), "ShardingSpec::shard: there is no rank ",
                       src_rank, " in a group of ", members->size(), " ranks.");
   const TensorProperties properties = TensorProperties::of(tensor);
   auto metadata = checked_metadata(*this, tensor.sizes(), properties, *members);
   const std::vector<ShardMetadata> whole = {{std::vector<int64_t>(tensor.dim(), 0), tensor.sizes().vec(),
                                              RemoteDevice(members->ranks()[src_rank], tensor.device())}};
-  std::vector<at::Tensor> held;
-  if (members->group_rank() == src_rank) held.push_back(tensor.detach());
-  std::vector<at::Tensor> tensors;
-  {
+  std::vector<at::Tensor> tensors(1);  // outside of the group, nothing
+  if (members->is_member()) {
     const at::NoGradGuard no_grad;
-    tensors = exchange(whole, held, metadata.shards_metadata, properties.dtype, members, false);
+    tensors = exchange(whole, {tensor.detach()}, metadata.shards_metadata, properties.dtype, members);
     for (at::Tensor& each : tensors) {
       if (properties.pin_memory) each = each.pin_memory();
       each.requires_grad_(properties.requires_grad);
@@ -83,10 +79,10 @@ ShardedTensor shard_tensor(const at::Tensor& tensor, const ShardingSpec& spec, i
   TESSERA_CHECK_VALUE(tensor.is_contiguous(),
                       "shard_tensor: the tensor is not contiguous; call contiguous() on it.");
   const Members members(process_group, tensor.device().type());
-  members.check_member("shard_tensor");
+  if (!members.is_member()) return spec.shard(tensor, src_rank, process_group);
   // What all ranks must say alike. A rank that says otherwise is named on all of them.
-  const std::string said =
-      c10::str("src_rank ", src_rank, ", ", tensor.scalar_type(), tensor.sizes(), ", ", spec);
+  const std::string said = c10::str("src_rank ", src_rank, ", ", tensor.scalar_type(), tensor.sizes(),
+                                    tensor.requires_grad() ? " requires_grad, " : ", ", spec);
   const auto all = all_gather_text(said, members);
   for (const size_t i : c10::irange(all.size())) {
     TESSERA_CHECK_VALUE(all[i] == all[0], "shard_tensor: rank ", members.ranks()[0], " was called with ",

@@ -3,9 +3,12 @@
 #include <tessera/sharded/sharded_tensor_impl.h>
 
 #include <ostream>
+#include <unordered_map>
 
+#include <ATen/ops/_has_compatible_shallow_copy_type.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorOptions.h>
+#include <c10/util/irange.h>
 
 namespace tessera::sharded {
 
@@ -40,18 +43,17 @@ ShardedTensorImpl::ShardedTensorImpl(ShardedTensorState state)
                  device_of(state)),
       state_(std::move(state)) {
   set_storage_access_should_throw();
+  static_cast<void>(state_.metadata.numel());  // throws if there are too many
   set_sizes_contiguous(state_.metadata.size);
+  if (state_.local_shards.empty() && !state_.anchor.defined()) {
+    const TensorProperties& properties = state_.metadata.tensor_properties;
+    state_.anchor = empty_part(state_.metadata.size, properties.dtype, device());
+    state_.anchor.set_requires_grad(properties.requires_grad);
+  }
 }
 
 const ShardedTensorState& ShardedTensorImpl::state() {
-  const bool wanted = requires_grad();
-  bool& known = state_.metadata.tensor_properties.requires_grad;
-  if (wanted != known) {
-    known = wanted;
-    for (Shard& shard : state_.local_shards) {
-      if (shard.tensor.is_leaf()) shard.tensor.requires_grad_(wanted);
-    }
-  }
+  agree();
   return state_;
 }
 
@@ -66,6 +68,7 @@ c10::intrusive_ptr<c10::TensorImpl> ShardedTensorImpl::copy(Version&& version_co
                                                             bool allow_tensor_metadata_change) const {
   ShardedTensorState state = state_;
   for (Shard& shard : state.local_shards) shard.tensor = shard.tensor.detach();
+  if (state.anchor.defined()) state.anchor = state.anchor.detach();
   state.metadata.tensor_properties.requires_grad = false;
   auto impl = c10::make_intrusive<ShardedTensorImpl>(std::move(state));
   copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
@@ -86,10 +89,27 @@ c10::intrusive_ptr<c10::TensorImpl> ShardedTensorImpl::shallow_copy_and_detach(
 void ShardedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
   auto* other = dynamic_cast<ShardedTensorImpl*>(impl.get());
   TESSERA_CHECK(other, "The data of a ShardedTensor can only be set to that of another ShardedTensor.");
+  agree();  // or a gradient that was written would be lost
   copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
-  state_ = other->state_;
-  for (Shard& shard : state_.local_shards) shard.tensor = shard.tensor.detach();
-  state_.metadata.tensor_properties.requires_grad = false;  // until asked for: see state()
+  ShardedTensorState now = other->state_;
+  // Where it can, each local tensor stays the tensor that it was, as the whole does: so gradients, hooks and
+  // optimisers go on with it.
+  const std::vector<at::Tensor> locals = state_.local_tensors();
+  const std::vector<at::Tensor> others = now.local_tensors();
+  bool stays = locals.size() == others.size();
+  for (size_t i = 0; stays && i < locals.size(); ++i) {
+    stays = locals[i].is_leaf() && locals[i].sizes() == others[i].sizes() &&
+            at::_has_compatible_shallow_copy_type(locals[i], others[i]);
+  }
+  auto taken = [&](at::Tensor& theirs, size_t i) {
+    if (stays) locals[i].set_data(theirs.detach());
+    theirs = stays ? locals[i] : theirs.detach();
+  };
+  for (const size_t i : c10::irange(now.local_shards.size())) taken(now.local_shards[i].tensor, i);
+  if (now.local_shards.empty()) taken(now.anchor, 0);
+  now.metadata.tensor_properties.requires_grad = locals[0].requires_grad() && stays;
+  watches_ &= stays;
+  state_ = std::move(now);
 }
 
 // --- making
@@ -103,6 +123,7 @@ ShardedTensor make_sharded_tensor(ShardedTensorState state) {
       "rank's "
       "part, or gather() for all.");
   if (requires_grad) tensor.set_requires_grad(true);
+  state_of(tensor);  // the history of the local tensors is that of the whole
   return tensor;
 }
 
@@ -111,22 +132,58 @@ ShardedTensor with_local_tensors(const ShardedTensor& like, std::vector<at::Tens
   ShardedTensorState state = ShardedTensorImpl::of(like)->state();
   state.shared = {};
   if (drop_rrefs) state.init_rrefs = false;
-  TESSERA_CHECK(tensors.size() == state.local_shards.size(), "with_local_tensors: there are ",
-                state.local_shards.size(), " local shards, but ", tensors.size(), " tensors.");
-  if (properties) state.metadata.tensor_properties = *properties;
-  std::optional<at::Device> device;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    ShardMetadata metadata = state.local_shards[i].metadata;
-    if (metadata.placement->device() != tensors[i].device()) {
-      device = tensors[i].device();
-      metadata.placement = metadata.placement->with_device(*device);
-    }
-    if (!properties) state.metadata.tensor_properties = TensorProperties::of(tensors[i]);
-    state.local_shards[i] = Shard(std::move(tensors[i]), std::move(metadata));
-  }
-  TESSERA_CHECK(!device, "with_local_tensors: the tensors lie on ", *device,
-                ", the tensor to be like does not.");
+  TESSERA_CHECK(tensors.size() == state.local_tensors().size(), "with_local_tensors: there are ",
+                state.local_tensors().size(), " local tensors, but ", tensors.size(), " were given.");
+  state.metadata.tensor_properties = properties ? *properties : TensorProperties::of(tensors[0]);
+  if (state.local_shards.empty()) state.anchor = tensors[0];
+  for (size_t i = 0; i < state.local_shards.size(); ++i)
+    state.local_shards[i] = Shard(std::move(tensors[i]), std::move(state.local_shards[i].metadata));
   return make_sharded_tensor(std::move(state));
+}
+
+at::Tensor empty_part(c10::IntArrayRef size, at::ScalarType dtype, at::Device device) {
+  std::vector<int64_t> sizes = size.empty() ? std::vector<int64_t>{0} : size.vec();
+  sizes[0] = 0;
+  return at::empty(sizes, at::TensorOptions(dtype).device(device));
+}
+
+std::vector<at::Tensor> ShardedTensorState::local_tensors() const {
+  if (local_shards.empty()) return {anchor};
+  std::vector<at::Tensor> result;
+  for (const Shard& shard : local_shards) result.push_back(shard.tensor);
+  return result;
+}
+
+bool is_same_tiling(const std::vector<ShardMetadata>& a, const std::vector<ShardMetadata>& b) {
+  if (a == b) return true;
+  std::unordered_map<ShardMetadata, int64_t> counts;
+  for (const ShardMetadata& shard : a) ++counts[shard];
+  for (const ShardMetadata& shard : b) {
+    if (--counts[shard] < 0) return false;
+  }
+  return a.size() == b.size();
+}
+
+std::vector<at::Tensor> local_tensors_as(const std::vector<ShardMetadata>& tiling, const at::Tensor& tensor,
+                                         const std::string& what) {
+  TESSERA_CHECK(ShardedTensor::is_sharded_tensor(tensor), what,
+                ": expected a sharded tensor, but this one, of size ", tensor.sizes(),
+                ", is a plain one; shard it with shard_tensor.");
+  const ShardedTensorState& state = state_of(tensor);
+  const std::vector<ShardMetadata>& own = state.metadata.shards_metadata;
+  TESSERA_CHECK(is_same_tiling(own, tiling), what, ": its sharded tensors are cut differently, one by ",
+                *state.spec, "; reshard it.");
+  if (own == tiling || state.local_shards.empty()) return state.local_tensors();
+  std::unordered_multimap<ShardMetadata, at::Tensor> locals;
+  for (const Shard& shard : state.local_shards) locals.emplace(shard.metadata, shard.tensor);
+  std::vector<at::Tensor> result;
+  for (const ShardMetadata& shard : tiling) {
+    const auto found = locals.find(shard);
+    if (found == locals.end()) continue;
+    result.push_back(found->second);
+    locals.erase(found);
+  }
+  return result;
 }
 
 std::vector<ShardMetadata> local_part(const std::vector<ShardMetadata>& shards, const Members& members) {
@@ -157,6 +214,8 @@ const Members& ShardedTensor::process_group() const { return *state_of(*this).me
 const MembersPtr& ShardedTensor::process_group_ptr() const { return state_of(*this).members; }
 bool ShardedTensor::init_rrefs() const { return state_of(*this).init_rrefs; }
 
+std::vector<at::Tensor> ShardedTensor::local_tensors() const { return state_of(*this).local_tensors(); }
+
 const at::Tensor& ShardedTensor::local_tensor() const {
   const auto& shards = local_shards();
   TESSERA_CHECK(shards.size() == 1, "local_tensor: rank ", process_group().rank(), " holds ", shards.size(),
@@ -178,7 +237,8 @@ bool ShardedTensor::is_pinned() const { return metadata().tensor_properties.pin_
 ShardedTensor ShardedTensor::pin_memory() const {
   if (is_pinned()) return *this;
   std::vector<at::Tensor> tensors;
-  for (const Shard& shard : local_shards()) tensors.push_back(shard.tensor.detach().pin_memory());
+  for (const at::Tensor& local : local_tensors())
+    tensors.push_back(local_shards().empty() ? local.detach() : local.detach().pin_memory());
   TensorProperties properties = metadata().tensor_properties;
   properties.pin_memory = true;
   properties.requires_grad = false;
@@ -191,17 +251,7 @@ const ShardedTensor& ShardedTensor::requires_grad_(bool requires_grad) const {
   return *this;
 }
 
-ShardedTensor ShardedTensor::grad() const {
-  std::vector<at::Tensor> tensors;
-  for (const Shard& shard : local_shards()) {
-    if (!shard.tensor.grad().defined()) return {};
-    tensors.push_back(shard.tensor.grad().contiguous());
-  }
-  TensorProperties properties = metadata().tensor_properties;
-  properties.requires_grad = false;
-  properties.pin_memory = false;
-  return with_local_tensors(*this, std::move(tensors), properties, /*drop_rrefs=*/true);
-}
+ShardedTensor ShardedTensor::grad() const { return at::Tensor::grad(); }
 
 size_t ShardedTensor::hash() const { return std::hash<const void*>()(unsafeGetTensorImpl()); }
 

@@ -28,7 +28,9 @@ namespace sharded {
 ///   at::Tensor tensor = weight;
 ///   ShardedTensor(tensor).local_shards()     // throws if it were not sharded
 ///
-/// Its local shards are ordinary tensors. Gradients are theirs: `local_tensor().grad()`.
+/// Its local shards are ordinary tensors, and share `requires_grad` and the gradient with the whole:
+/// `grad().local_tensor()` is `local_tensor().grad()`. So libtorch's optimisers, `zero_grad` and
+/// `clip_grad_norm_` work on it.
 class TESSERA_API ShardedTensor : public at::Tensor {
  public:
   ShardedTensor() = default;
@@ -45,6 +47,9 @@ class TESSERA_API ShardedTensor : public at::Tensor {
   const std::vector<Shard>& local_shards() const;
   /// The tensor of the only shard of this rank. Throws if it has none or several.
   const at::Tensor& local_tensor() const;
+  /// The tensors of the local shards; on a rank that has none, an empty tensor in their place. A loss made of
+  /// these can be differentiated on every rank, as it must be where backward is collective (`reshard`).
+  std::vector<at::Tensor> local_tensors() const;
   /// The ranks that share it.
   const Members& process_group() const;
   const MembersPtr& process_group_ptr() const;
@@ -59,8 +64,8 @@ class TESSERA_API ShardedTensor : public at::Tensor {
 
   /// Of the whole and of the local shards.
   const ShardedTensor& requires_grad_(bool requires_grad = true) const;
-  /// The gradients of the local shards as a sharded tensor; undefined if one of them has none. Not
-  /// collective.
+  /// The gradients of the local shards as a sharded tensor. Undefined if none of them has one; if only some
+  /// have, the others' become zeros. Not collective.
   ShardedTensor grad() const;
 
   struct GatherOptions {

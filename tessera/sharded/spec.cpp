@@ -53,6 +53,7 @@ ShardedTensorMetadata ChunkShardingSpec::build_metadata(c10::IntArrayRef size,
   ShardedTensorMetadata result;
   result.size = size.vec();
   result.tensor_properties = properties;
+  static_cast<void>(result.numel());  // throws if there are too many
   result.shards_metadata.reserve(placements_.size());
   for (const size_t i : c10::irange(placements_.size())) {
     const Range part = chunk(size[dim], static_cast<int64_t>(placements_.size()), static_cast<int64_t>(i));
@@ -129,8 +130,10 @@ ShardingSpecPtr infer_sharding_spec(const std::vector<ShardMetadata>& shards) {
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
       return shards[a].shard_offsets[*dim] < shards[b].shard_offsets[*dim];
     });
-    int64_t total = 0;
-    for (const ShardMetadata& shard : shards) total += shard.shard_sizes[*dim];
+    int64_t total = 0;  // of shards that hold nothing, any sizes may come together
+    for (const ShardMetadata& shard : shards)
+      is_one &= !__builtin_add_overflow(total, shard.shard_sizes[*dim], &total);
+    if (!is_one) return std::make_shared<EnumerableShardingSpec>(shards);
     const auto count = static_cast<int64_t>(shards.size());
     std::vector<RemoteDevice> placements;
     for (const int64_t i : c10::irange(count)) {

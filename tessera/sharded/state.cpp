@@ -3,6 +3,7 @@
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
 #include <tessera/sharded/parameter.h>
+#include <tessera/sharded/sharded_tensor_impl.h>
 #include <tessera/sharded/state.h>
 
 #include <ATen/core/grad_mode.h>
@@ -39,6 +40,14 @@ at::Tensor read_tensor(ByteReader& in) {
   const at::Tensor tensor = at::empty(size, static_cast<at::ScalarType>(dtype));
   if (!data.empty()) std::memcpy(tensor.mutable_data_ptr(), data.data(), data.size());
   return tensor.to(device).requires_grad_(requires_grad);
+}
+
+/// Whether the values of one can be copied into the other without communication.
+bool is_tiled_alike(const at::Tensor& a, const at::Tensor& b) {
+  if (!ShardedTensor::is_sharded_tensor(a) || !ShardedTensor::is_sharded_tensor(b)) return false;
+  return ShardedTensor(a).process_group() == ShardedTensor(b).process_group() &&
+         is_same_tiling(ShardedTensor(a).metadata().shards_metadata,
+                        ShardedTensor(b).metadata().shards_metadata);
 }
 
 }  // namespace
@@ -127,19 +136,35 @@ void state_dict_hook(const torch::nn::Module& module, StateDict& destination, co
 }
 
 void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state, const std::string& prefix) {
+  std::vector<std::string> others;  // of which the module gets the tensor itself
   for (const auto& [name, old] : state_dict(module, prefix)) {
     const auto found = state.find(name);
     if (found == state.end() || !ShardedTensor::is_sharded_tensor(found->second)) continue;
-    TESSERA_CHECK_VALUE(found->second.sizes() == old.sizes(), "load_state_dict: \"", name, "\" has size ",
-                        old.sizes(), " in the module, but ", found->second.sizes(), " in what is loaded.");
-    if (!found->second.is_same(old)) replace_parameter(module, name.substr(prefix.size()), found->second);
+    const at::Tensor& now = found->second;
+    TESSERA_CHECK_VALUE(now.sizes() == old.sizes(), "load_state_dict: \"", name, "\" has size ", old.sizes(),
+                        " in the module, but ", now.sizes(), " in what is loaded.");
+    if (now.is_same(old)) continue;
+    if (is_tiled_alike(now, old)) {
+      const at::NoGradGuard no_grad;
+      old.copy_(now);
+    } else {
+      others.push_back(name);
+    }
+  }
+  for (const std::string& name : others) {
+    TESSERA_CHECK(
+        replace_parameter(module, name.substr(prefix.size()), state.at(name), /*only_if_all=*/true),
+        "load_state_dict: somebody else holds \"", name,
+        "\", and would go on with what it was, as it is cut otherwise in what is loaded: an optimiser "
+        "or a list of parameters (make them afterwards), or a member of a class of yours (tell of it "
+        "with tessera::register_members<M>(&M::member)).");
   }
 }
 
 void load_state_dict(torch::nn::Module& module, const StateDict& state, bool strict,
                      const std::string& prefix) {
   log_call("sharded::load_state_dict", [&] { return c10::str(state.size(), " tensors"); });
-  const StateDict mine = state_dict(module, prefix);
+  StateDict mine = state_dict(module, prefix);
   std::string missing, unexpected;
   auto list = [](std::string& names, const std::string& name) {
     names += (names.empty() ? "" : ", ") + name;
@@ -161,12 +186,13 @@ void load_state_dict(torch::nn::Module& module, const StateDict& state, bool str
     TESSERA_CHECK_VALUE(found->second.sizes() == tensor.sizes(), "load_state_dict: \"", name, "\" has size ",
                         tensor.sizes(), " in the module, but ", found->second.sizes(), " in what is loaded.");
   }
+  std::erase_if(mine, [&](const auto& item) {  // what is plain, here and there
+    const auto found = state.find(item.first);
+    return found == state.end() || ShardedTensor::is_sharded_tensor(found->second);
+  });
   pre_load_state_dict_hook(module, state, prefix);
   const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : mine) {
-    const auto found = state.find(name);
-    if (found != state.end() && !ShardedTensor::is_sharded_tensor(found->second)) tensor.copy_(found->second);
-  }
+  for (const auto& [name, tensor] : mine) tensor.copy_(state.at(name));
 }
 
 std::string to_bytes(const StateDict& state) {

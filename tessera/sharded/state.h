@@ -43,8 +43,9 @@ TESSERA_API StateDict state_dict(const torch::nn::Module& module, const std::str
 TESSERA_API void state_dict_hook(const torch::nn::Module& module, StateDict& destination,
                                  const std::string& prefix = "");
 
-/// Puts the sharded tensors of `state` into the module: where it has a parameter or buffer of that name, this
-/// becomes the tensor of `state`, whatever it was before.
+/// Puts the sharded tensors of `state` into the module: where it has a parameter or buffer of that name and
+/// tiling, the values are copied into that; else this becomes the tensor of `state`, whatever it was before.
+/// Throws if somebody else holds the old one (an optimiser made too early), who would go on with it.
 TESSERA_API void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state,
                                           const std::string& prefix = "");
 

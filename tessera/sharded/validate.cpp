@@ -10,7 +10,7 @@ namespace tessera::sharded {
 
 namespace {
 
-/// Sizes of tensors that exist fit 64 bits; of those that are only spoken of they may not.
+/// Shards that overlap may hold more elements together than 64 bits can count.
 using Volume = long double;
 
 Volume volume_of(c10::IntArrayRef sizes) {
@@ -49,6 +49,7 @@ void validate_non_overlapping_shards_metadata(const std::vector<ShardMetadata>& 
 
 void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef size) {
   TESSERA_CHECK_VALUE(!shards.empty(), "A tensor of size ", size, " has no shards.");
+  static_cast<void>(ShardMetadata(std::vector<int64_t>(size.size(), 0), size.vec()).numel());  // may throw
   Volume held = 0;
   for (const size_t i : c10::irange(shards.size())) {
     const ShardMetadata& shard = shards[i];

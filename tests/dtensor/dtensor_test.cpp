@@ -214,6 +214,35 @@ TEST(DTensorApi, TheReadmeExample) {
   });
 }
 
+// Also by a rank alone, and as the at::Tensor that it is.
+TEST(DTensorApi, PrintsWhatTheRankHolds) {
+  run(2, [] {
+    auto printed = [](const at::Tensor& tensor) {
+      std::ostringstream out;
+      out << tensor;
+      return out.str();
+    };
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const at::Tensor whole = numbers({4, 6});
+    const at::Tensor cut = distribute_tensor(whole, mesh, {Shard(1)});
+    const at::Tensor sum = cut.sum(), view = cut.view({3, 8});
+    if (get_rank() == 1) {
+      EXPECT_THAT(printed(cut), HasSubstr("DTensor [S(1)] on mesh(2): f32[4, 6], rank 1 holds:"));
+      EXPECT_THAT(printed(cut), HasSubstr(printed(DTensor(cut).to_local())));
+      EXPECT_THAT(printed(sum), HasSubstr("P(sum)"));
+      EXPECT_THAT(printed(cut.to(at::kDouble)), HasSubstr("rank 1 holds"));
+      EXPECT_THAT(printed(view), HasSubstr("f32[3, 8]"));
+    }
+    cut.add_(1);
+    if (get_rank() == 0) EXPECT_THAT(printed(view), HasSubstr("written since"));
+    EXPECT_TRUE(at::equal(DTensor(view + 0).full_tensor(), (whole + 1).view({3, 8})));
+    EXPECT_THAT(printed(view), ::testing::Not(HasSubstr("written since")));
+    // Others print as ever.
+    EXPECT_EQ(printed(at::ones({2})), " 1\n 1\n[ CPUFloatType{2} ]");
+    EXPECT_EQ(printed(at::Tensor()), "[ Tensor (undefined) ]");
+  });
+}
+
 TEST(DTensorAutograd, TwiceAndAgainAndHooks) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});

@@ -123,6 +123,31 @@ TEST(ShardedEmbeddingBag, EqualsThePlainOneInAllModes) {
   }
 }
 
+/// With many items in few rows, and all that the operator returns.
+TEST(ShardedEmbeddingBag, EqualsThePlainOneInAllResults) {
+  for (const int64_t mode : {0, 1, 2}) {
+    for (const auto& spec : specs()) {
+      on_ranks(4, [&](int64_t rank) {
+        const at::Tensor few = at::remainder(at::arange(12), rank + 1) * 3 + 1;
+        for (const bool last : {false, true}) {
+          const at::Tensor offsets = last ? at::tensor({0, 7, 12}, at::kLong) : at::tensor({0, 7}, at::kLong);
+          const at::Tensor weight = shard_tensor(table(), *spec);
+          const auto actual = at::embedding_bag(weight, few, offsets, false, mode, false, {}, last);
+          const auto expected = at::embedding_bag(table(), few, offsets, false, mode, false, {}, last);
+          expect_close(std::get<0>(actual), std::get<0>(expected), spec->str());
+          EXPECT_TRUE(at::equal(std::get<1>(actual), std::get<1>(expected))) << mode;
+          EXPECT_TRUE(at::equal(std::get<2>(actual), std::get<2>(expected))) << mode;
+          EXPECT_TRUE(at::equal(std::get<3>(actual), std::get<3>(expected))) << mode;
+        }
+      });
+    }
+    compare([&](const at::Tensor& weight, int64_t rank) {  // two rows, in bags of six
+      return std::get<0>(at::embedding_bag(weight, at::remainder(indices(rank, 3), 2).view({18}),
+                                           at::tensor({0, 6, 12}, at::kLong), false, mode));
+    });
+  }
+}
+
 TEST(ShardedEmbeddingBag, WithLastOffset) {
   compare([](const at::Tensor& weight, int64_t rank) {
     return F::embedding_bag(indices(rank, 2).view({12}), weight,

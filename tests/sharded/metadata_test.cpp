@@ -66,6 +66,12 @@ TEST(ShardMetadata, IsChecked) {
   expect_error<c10::ValueError>([] { ShardMetadata({INT64_MAX}, {1}); }, {"beyond"});
   EXPECT_EQ(ShardMetadata({}, {}).numel(), 1);
   EXPECT_EQ(ShardMetadata({2, 0}, {3, 4}).numel(), 12);
+  EXPECT_EQ(ShardMetadata({0, 0, 0}, {INT64_MAX, 2, 0}).numel(), 0);
+  expect_error<c10::ValueError>(
+      [] {
+        static_cast<void>(ShardMetadata({0, 0}, {INT64_MAX, 2}).numel());
+      },
+      {"9223372036854775807, 2", "64 bits"});
 }
 
 const ShardMetadata kShard({0, 4}, {2, 4}, "rank:1/cuda:0");
@@ -239,6 +245,41 @@ TEST(ShardingSpec, IsInferredFromShards) {
         std::vector<ShardMetadata>{{{0}, {4}, "rank:0"}}}) {
     EXPECT_TRUE(*infer_sharding_spec(named) == EnumerableShardingSpec(named));
   }
+}
+
+// The largest tensors that can be counted are cut as any; larger ones are errors.
+TEST(ShardingSpecs, OfTheLargestSizes) {
+  for (const std::vector<int64_t>& size :
+       {std::vector<int64_t>{INT64_MAX}, {INT64_MAX / 3, 3}, {1, INT64_MAX}}) {
+    for (size_t dim = 0; dim < size.size(); ++dim) {
+      const auto metadata = ChunkShardingSpec(static_cast<int64_t>(dim), kFour).build_metadata(size, {});
+      int64_t sum = 0;
+      for (const ShardMetadata& shard : metadata.shards_metadata) sum += shard.numel();
+      EXPECT_EQ(sum, metadata.numel());
+      EXPECT_EQ(EnumerableShardingSpec(metadata.shards_metadata).build_metadata(size, {}), metadata);
+      EXPECT_TRUE(*infer_sharding_spec(metadata.shards_metadata) ==
+                  ChunkShardingSpec(static_cast<int64_t>(dim), kFour));
+      auto fewer = metadata.shards_metadata;
+      fewer[1].shard_sizes[dim] -= 1;
+      if (fewer[1].shard_sizes[dim] < 0) continue;
+      EXPECT_THROW(EnumerableShardingSpec(fewer).build_metadata(size, {}), c10::ValueError);
+    }
+  }
+  for (const std::vector<int64_t>& size :
+       {std::vector<int64_t>{INT64_MAX, 2}, {2, INT64_MAX}, {1L << 31, 1L << 32}}) {
+    for (const int64_t dim : {0, 1})
+      expect_error<c10::ValueError>([&] { ChunkShardingSpec(dim, kFour).build_metadata(size, {}); },
+                                    {"64 bits"});
+    expect_error<c10::ValueError>(
+        [&] {
+          EnumerableShardingSpec({{{0, 0}, size, "rank:0"}}).build_metadata(size, {});
+        },
+        {"64 bits"});
+  }
+  // Shards that hold nothing may have any size otherwise.
+  const std::vector<ShardMetadata> empty(4, {{0, 0}, {INT64_MAX / 2, 0}, "rank:0"});
+  EXPECT_TRUE(*infer_sharding_spec(empty) == EnumerableShardingSpec(empty));
+  EXPECT_NO_THROW(ChunkShardingSpec(1, kFour).build_metadata({INT64_MAX, 0}, {}));
 }
 
 TEST(PlacementSpec, OfOneDevice) {

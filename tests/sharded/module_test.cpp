@@ -4,6 +4,7 @@
 #include <tessera/nn/members.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/module.h>
+#include <tessera/sharded/ops.h>
 #include <tessera/sharded/optimizer.h>
 #include <tessera/sharded/registry.h>
 #include <tessera/sharded/state.h>
@@ -167,6 +168,263 @@ TEST(ShardModule, TrainsAsThePlainOne) {
                        part(expected, shard.metadata.shard_offsets, shard.metadata.shard_sizes), name);
       }
     }
+  });
+}
+
+// --- libtorch's own training tools
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+std::vector<std::pair<std::string, MakeOptimizer>> optimizers() {
+  using namespace torch::optim;
+  return {
+      {"SGD", ShardedOptimizer::of<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01))},
+      {"Adam", ShardedOptimizer::of<Adam>(AdamOptions(0.05).weight_decay(0.01).amsgrad(true))},
+      {"AdamW", ShardedOptimizer::of<AdamW>(AdamWOptions(0.05))},
+      {"Adagrad", ShardedOptimizer::of<Adagrad>(AdagradOptions(0.1).weight_decay(0.01))},
+      {"RMSprop", ShardedOptimizer::of<RMSprop>(RMSpropOptions(0.02).momentum(0.5).centered(true))},
+  };
+}
+
+/// Several shards on a rank, and none on another.
+ShardingPlan uneven_tables() {
+  ShardingPlan plan;
+  plan.plan["items.weight"] = chunks(0, {0, 1, 0, 2}).clone();
+  plan.plan["users.weight"] = testing::grid_spec({9, 6}, 3).clone();
+  return plan;
+}
+
+/// The gradients of what is on every rank are summed, as data parallel does.
+void reduce_gradients(const torch::nn::Module& replicated) {
+  for (const at::Tensor& parameter : replicated.parameters())
+    comm::all_reduce(parameter.grad(), c10d::ReduceOp::SUM, current_world()->group()).wait();
+}
+
+void expect_same_values(const torch::nn::Module& model, const torch::nn::Module& plain,
+                        const std::string& what) {
+  for (const auto& [name, parameter] : named_params_with_sharded_tensor(model)) {
+    const at::Tensor expected = plain.named_parameters()[name].detach();
+    if (ShardedTensor::is_sharded_tensor(parameter)) {
+      for (const Shard& shard : ShardedTensor(parameter).local_shards())
+        expect_close(shard.tensor.detach(),
+                     part(expected, shard.metadata.shard_offsets, shard.metadata.shard_sizes), what + name);
+    } else {
+      expect_close(parameter.detach(), expected, what + name);
+    }
+  }
+}
+
+/// Nothing below but the loss knows that the model is sharded.
+TEST(ShardModule, TrainsWithLibtorchsOptimisersClippingAndZeroGrad) {
+  on_ranks(4, [](int64_t rank) {
+    const double inf = std::numeric_limits<double>::infinity();
+    const std::vector<double> norms{2, 1, inf, 3, 2};
+    for (const auto& [name, make] : optimizers()) {
+      Recommender plain, model;
+      shard_module(model, uneven_tables());
+      const auto one = make(plain.parameters()), many = make(model.parameters());
+      for (int step = 0; step < 5; ++step) {
+        const bool set_to_none = step % 2 == 0;
+        plain.zero_grad(set_to_none);
+        at::Tensor loss = at::zeros({});
+        for (int64_t each = 0; each < 4; ++each) loss = loss + plain.forward(each).square().sum();
+        loss.backward();
+        const double expected = torch::nn::utils::clip_grad_norm_(plain.parameters(), 0.5, norms[step]);
+        one->step();
+
+        step == 3 ? many->zero_grad(set_to_none) : model.zero_grad(set_to_none);
+        model.forward(rank).square().sum().backward();
+        reduce_gradients(*model.top);
+        EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(model.parameters(), 0.5, norms[step]), expected,
+                    1e-5 * expected)
+            << name << ", norm " << norms[step];
+        many->step();
+      }
+      expect_same_values(model, plain, name + " ");
+    }
+  });
+}
+
+TEST(ShardModule, GradientsCanBeClippedByValue) {
+  on_ranks(4, [](int64_t rank) {
+    Recommender plain, model;
+    shard_module(model, uneven_tables());
+    at::Tensor loss = at::zeros({});
+    for (int64_t each = 0; each < 4; ++each) loss = loss + plain.forward(each).square().sum();
+    loss.backward();
+    model.forward(rank).square().sum().backward();
+    torch::nn::utils::clip_grad_value_(plain.parameters(), 0.05);
+    torch::nn::utils::clip_grad_value_(model.parameters(), 0.05);
+    const ShardedTensor items(model.items->weight);
+    for (const Shard& shard : items.local_shards())
+      expect_close(shard.tensor.grad(),
+                   part(plain.items->weight.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+                   "clipped");
+  });
+}
+
+TEST(ShardedGradients, AreOneTruthForTheWholeAndItsShards) {
+  on_ranks(3, [](int64_t rank) {  // the last has no shard
+    const ShardedTensor weight = ones(chunks(0, {0, 1, 0}), {6, 2}, {.requires_grad = true});
+    const at::Tensor tensor = weight;
+    auto backward = [&](double factor) {
+      at::Tensor loss = at::zeros({});
+      for (const at::Tensor& local : weight.local_tensors()) loss = loss + (local * factor).sum();
+      loss.backward();
+    };
+    auto is = [&](double value) {
+      bool same = tensor.grad().defined() &&
+                  ShardedTensor(tensor.grad()).local_shards().size() == weight.local_shards().size();
+      for (size_t i = 0; same && i < weight.local_shards().size(); ++i) {
+        const at::Tensor& local = weight.local_shards()[i].tensor;
+        same = local.grad().is_same(ShardedTensor(tensor.grad()).local_shards()[i].tensor) &&
+               (local.grad() == value).all().item<bool>();
+      }
+      return same;
+    };
+    EXPECT_FALSE(tensor.grad().defined());
+    backward(3);
+    EXPECT_TRUE(is(3));
+    EXPECT_FALSE(tensor.grad().requires_grad());
+    backward(1);
+    EXPECT_TRUE(is(4));
+    tensor.grad().mul_(2);
+    EXPECT_TRUE(is(8));
+    tensor.mutable_grad().zero_();
+    EXPECT_TRUE(is(0));
+    tensor.mutable_grad().reset();
+    for (const at::Tensor& local : weight.local_tensors()) EXPECT_FALSE(local.grad().defined());
+    EXPECT_FALSE(tensor.grad().defined());
+    tensor.mutable_grad() = at::full_like(tensor, 5);
+    EXPECT_TRUE(is(5));
+    for (const at::Tensor& local : weight.local_tensors()) local.mutable_grad().reset();
+    EXPECT_FALSE(tensor.grad().defined());
+    tensor.mutable_grad() = at::full_like(tensor, 5);
+    backward(1);  // adds to what was put there, though nobody looked since
+    EXPECT_TRUE(is(6));
+    // What was computed before the gradient was forgotten does not add to it.
+    at::Tensor loss = at::zeros({});
+    for (const at::Tensor& local : weight.local_tensors()) loss = loss + local.sum();
+    loss.backward({}, /*retain_graph=*/true);
+    tensor.mutable_grad().reset();
+    loss.backward();
+    EXPECT_TRUE(is(1));
+    // The gradient of a shard that no loss depends on is zero, if that of the others is not.
+    tensor.mutable_grad().reset();
+    weight.local_tensors()[0].sum().backward();
+    if (rank == 0) EXPECT_TRUE((weight.local_shards()[1].tensor.grad().defined()) || tensor.grad().defined());
+    EXPECT_TRUE(tensor.grad().defined());
+    if (rank == 0) EXPECT_TRUE((weight.local_shards()[1].tensor.grad() == 0).all().item<bool>());
+
+    tensor.mutable_grad() = at::ones({6, 2});
+    expect_error<c10::Error>([&] { tensor.grad(); }, {"grad", "plain", "shard_tensor"});
+    EXPECT_TRUE(tensor.grad().defined());  // that from before
+    tensor.mutable_grad() = ones(chunks(1, {0, 1}), {6, 2});
+    expect_error<c10::Error>([&] { tensor.grad(); }, {"cut differently"});
+    tensor.mutable_grad().reset();
+
+    // It is released with the tensor, though its shards have known of it.
+    const c10::weak_intrusive_ptr<c10::TensorImpl> shard(weight.local_tensors()[0].getIntrusivePtr());
+    ShardedTensor other = deepcopy(weight);
+    const c10::weak_intrusive_ptr<c10::TensorImpl> gone(other.local_tensors()[0].getIntrusivePtr());
+    other.mutable_grad();
+    other = {};
+    EXPECT_TRUE(gone.expired());
+    EXPECT_FALSE(shard.expired());
+  });
+}
+
+TEST(ShardedGradients, RequiresGradIsOneTruthToo) {
+  on_ranks(3, [](int64_t rank) {
+    const ShardedTensor tensor = zeros(chunks(0, {0, 1, 0}), {6, 2});
+    if (rank < 2) tensor.local_tensors().back().requires_grad_();
+    EXPECT_EQ(tensor.requires_grad(), rank < 2);
+    EXPECT_EQ(at::Tensor(tensor).requires_grad(), rank < 2);
+    for (const at::Tensor& local : tensor.local_tensors()) EXPECT_EQ(local.requires_grad(), rank < 2);
+    EXPECT_EQ(tensor.metadata().tensor_properties.requires_grad, rank < 2);
+    // A rank that has nothing cannot know: lookups would wait for it in backward.
+    expect_error<c10::Error>([&] { at::embedding(tensor, at::zeros({1}, at::kLong)); },
+                             {"rank 2", "rank 0", "requires_grad_()"});
+    tensor.requires_grad_();
+    at::embedding(tensor, at::zeros({1}, at::kLong)).sum().backward();
+    EXPECT_TRUE(tensor.grad().defined());
+    tensor.requires_grad_(false);
+    for (const at::Tensor& local : tensor.local_tensors()) EXPECT_FALSE(local.requires_grad());
+    if (rank < 2) tensor.local_tensors()[0].requires_grad_();
+    if (rank < 2) EXPECT_TRUE(tensor.requires_grad());
+    // What is computed of it is no leaf.
+    tensor.requires_grad_();
+    const ShardedTensor copy = at::Tensor(tensor).clone();
+    EXPECT_TRUE(copy.requires_grad() && !copy.is_leaf());
+    EXPECT_THROW(at::Tensor(copy).requires_grad_(false), c10::Error);
+    EXPECT_THROW(torch::optim::SGD({copy}, torch::optim::SGDOptions(0.1)), c10::Error);
+  });
+}
+
+TEST(ShardedGradients, WhatCannotWorkSaysSo) {
+  on_ranks(2, [](int64_t rank) {
+    Recommender model;
+    shard_module(model, [] {
+      ShardingPlan plan;
+      plan.plan["items.weight"] = chunks(0, {0, 1}).clone();
+      return plan;
+    }());
+    const ShardedTensor weight(model.items->weight);
+    model.forward(rank).square().sum().backward();
+    torch::optim::LBFGS lbfgs(model.parameters(), torch::optim::LBFGSOptions(0.1));
+    expect_error<c10::Error>([&] { lbfgs.step([] { return at::ones({}); }); },
+                             {"does not work on sharded tensors", "gather()"});
+    expect_error<c10::Error>(
+        [&] {
+          ShardedOptimizer(named_params_with_sharded_tensor(model),
+                           ShardedOptimizer::of<torch::optim::LBFGS>(torch::optim::LBFGSOptions(0.1)));
+        },
+        {"LBFGS", "Gather"});
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    sgd.step();
+    torch::serialize::OutputArchive archive;
+    std::ostringstream stream;
+    expect_error<c10::Error>(
+        [&] {
+          sgd.save(archive);
+          archive.save_to(stream);
+        },
+        {"ShardedTensor", "local_shards()"});
+    expect_error<c10::Error>([&] { at::norm(weight); }, {"norm", "detach()"});
+    expect_error<c10::Error>(
+        [&] {
+          at::Tensor(weight).register_hook([](const at::Tensor&) {});
+          model.forward(rank);
+        },
+        {"hook", "local_tensors()"});
+  });
+}
+
+// The optimiser and the gradients go on, as they do where modules have plain parameters.
+TEST(ShardedGradients, StayWhenAModuleIsMoved) {
+  on_ranks(3, [](int64_t rank) {
+    Recommender model;
+    shard_module(model, [] {
+      ShardingPlan plan;
+      plan.plan["items.weight"] = chunks(0, {0, 1}).clone();
+      return plan;
+    }());
+    ShardedOptimizer optimizer(named_params_with_sharded_tensor(model),
+                               ShardedOptimizer::of<torch::optim::SGD>(torch::optim::SGDOptions(1)));
+    const ShardedTensor weight(model.items->weight);
+    const at::Tensor local = weight.local_tensors()[0];
+    model.forward(rank).sum().backward();
+    model.to(at::kDouble);
+    EXPECT_EQ(local.scalar_type(), at::kDouble);
+    EXPECT_TRUE(weight.local_tensors()[0].is_same(local) && weight.grad().defined());
+    optimizer.zero_grad();
+    EXPECT_FALSE(weight.grad().defined());
+    const at::Tensor before = local.detach().clone();
+    model.forward(rank).sum().backward();
+    optimizer.step();
+    EXPECT_TRUE(at::equal(local.detach(), before - local.grad()));
+    if (rank < 2) EXPECT_FALSE(at::equal(local.detach(), before));
+    EXPECT_TRUE(weight.requires_grad() && local.is_leaf());
   });
 }
 
@@ -399,6 +657,30 @@ TEST(ShardedState, ModulesAreSavedAndLoaded) {
     pre_load_state_dict_hook(third, hooked);
     EXPECT_TRUE(third.users->weight.is_same(model.users->weight));
     EXPECT_FALSE(ShardedTensor::is_sharded_tensor(third.top->weight));
+  });
+}
+
+// Whoever holds a parameter goes on with the loaded one, or it is an error.
+TEST(ShardedState, OptimisersGoOnWithWhatIsLoaded) {
+  on_ranks(2, [](int64_t rank) {
+    Recommender model;
+    shard_parameter(*model.items, "weight", chunks(0, {0, 1}));
+    const StateDict saved = from_bytes(to_bytes(state_dict(model)));
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1));
+    const at::Tensor weight = model.items->weight;
+    model.forward(rank).sum().backward();
+    optimizer.step();
+    EXPECT_FALSE(at::equal(weight, saved.at("items.weight")));
+    load_state_dict(model, saved);
+    EXPECT_TRUE(model.items->weight.is_same(weight) && at::equal(weight, saved.at("items.weight")));
+    model.forward(rank).sum().backward();
+    optimizer.step();
+    EXPECT_FALSE(at::equal(weight, saved.at("items.weight")));
+
+    StateDict otherwise = saved;
+    otherwise["items.weight"] = ShardedTensor(saved.at("items.weight")).reshard(chunks(1, {0, 1}));
+    expect_error<c10::Error>([&] { load_state_dict(model, otherwise); }, {"items.weight", "optimiser"});
+    EXPECT_TRUE(model.items->weight.is_same(weight));
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <random>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -46,6 +47,21 @@ TEST(ShardedOps, EqualAndAllclose) {
              ones(spec, {10, 4}, {.requires_grad = true})}) {
       EXPECT_FALSE(at::equal(a, other));
       EXPECT_FALSE(at::allclose(a, other));
+    }
+    // The same shards in another order are the same tensor.
+    std::vector<ShardMetadata> shards = ShardedTensor(a).metadata().shards_metadata;
+    std::mt19937 random(3);
+    for (int i = 0; i < 5; ++i) {
+      const at::Tensor values = whole_tensor({10, 4});
+      std::shuffle(shards.begin(), shards.end(), random);
+      const at::Tensor shuffled = shard_tensor(values, EnumerableShardingSpec(shards));
+      const at::Tensor ordered = shard_tensor(values, spec);
+      EXPECT_TRUE(at::equal(ordered, shuffled) && at::equal(shuffled, ordered));
+      EXPECT_TRUE(at::allclose(ordered, shuffled));
+      const at::Tensor sum = ordered + shuffled;
+      EXPECT_TRUE(at::equal(sum, shard_tensor(values * 2, spec)));
+      const at::Tensor copied = at::zeros_like(ordered).copy_(shuffled);
+      EXPECT_TRUE(at::equal(copied, ordered));
     }
     expect_error<c10::Error>([&] { at::equal(a, at::ones({10, 4})); }, {"equal", "plain"});
     expect_error<c10::Error>([&] { at::allclose(at::ones({10, 4}), a); }, {"allclose", "plain"});
@@ -183,7 +199,7 @@ TEST(ShardedOps, UnknownOnesSaySo) {
           at::conv1d(at::ones({1, 4, 4}), tensor.to(at::kFloat));
         },
         {"aten::conv1d"});
-    expect_error<c10::Error>([&] { tensor.add_(1); }, {"aten::add_.Scalar"});
+    expect_error<c10::Error>([&] { tensor.cumsum_(0); }, {"aten::cumsum_"});
     expect_error<c10::Error>([&] { tensor.sum().item(); }, {"aten::sum"});
     expect_error<c10::Error>([&] { tensor.index({at::ones({1}, at::kLong)}); }, {"aten::index.Tensor"});
     // Among distributed tensors too.
@@ -193,6 +209,80 @@ TEST(ShardedOps, UnknownOnesSaySo) {
     EXPECT_FALSE(DTensor::is_dtensor(tensor));
     EXPECT_FALSE(ShardedTensor::is_sharded_tensor(distributed));
     EXPECT_THROW(DTensor{tensor}, c10::Error);
+  });
+}
+
+// --- element by element
+
+/// As on one device, also on ranks that hold several shards, or none, and with gradients.
+TEST(ShardedOps, PointwiseOnesComputeOnLocalShards) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor a = whole_tensor({7, 5}) / 10 + 1, b = (whole_tensor({7, 5}) - 7) / 3;
+    for (const ShardingSpecPtr& spec :
+         {chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {0, 2, 0}).clone(), testing::irregular_spec().clone()}) {
+      auto same = [&](const std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>& function) {
+        at::Tensor x = a.clone().requires_grad_(), y = b.clone();
+        const ShardedTensor p = shard_tensor(x, *spec), q = shard_tensor(y, *spec);
+        const at::Tensor expected = function(x, y);
+        const ShardedTensor actual = function(p, q);
+        EXPECT_EQ(actual.scalar_type(), expected.scalar_type());
+        EXPECT_EQ(actual.requires_grad(), expected.requires_grad());
+        auto close = [](const ShardedTensor& parts, const at::Tensor& all) {
+          for (const Shard& shard : parts.local_shards()) {
+            const at::Tensor mine =
+                testing::part(all, shard.metadata.shard_offsets, shard.metadata.shard_sizes);
+            EXPECT_TRUE(at::allclose(shard.tensor.detach(), mine)) << shard.metadata;
+          }
+        };
+        close(actual, expected);
+        close(q, y);
+        if (!expected.requires_grad()) return;
+        (expected * b).sum().backward();
+        actual.backward(at::Tensor(shard_tensor(b, *spec)));
+        close(p.grad(), x.grad());
+      };
+      same([](auto& x, auto& y) { return x * y + 2; });
+      same([](auto& x, auto& y) { return at::addcdiv(x, y, x, 0.5).abs().sqrt(); });
+      same([](auto& x, auto& y) { return at::where(y > 0, x, y); });
+      same([](auto& x, auto&) { return x * at::full({}, 3.f) / at::full({1}, 7.f); });
+      same([](auto& x, auto& y) { return x.detach() > y; });
+      same([](auto& x, auto& y) { return y.add_(x.detach(), 3).clamp_(-1, 2); });
+      same([](auto& x, at::Tensor y) { return at::maximum_out(y, x.detach(), y); });
+      same([](auto& x, at::Tensor y) { return at::max_out(y, x.detach(), y); });
+      const at::Tensor x = shard_tensor(a, *spec);
+      EXPECT_TRUE(x.add_(1).is_same(x));
+      expect_error<c10::Error>([&] { x + a; }, {"aten::add.Tensor", "'other'", "[7, 5]", "shard_tensor"});
+      expect_error<c10::Error>([&] { a + x; }, {"aten::add.Tensor", "'self'"});
+      expect_error<c10::Error>([&] { x + ones(chunks(0, {3}), {7, 5}); }, {"cut differently", "reshard"});
+      expect_error<c10::Error>([&] { at::bernoulli(x); }, {"aten::bernoulli"});
+    }
+  });
+}
+
+TEST(ShardedOps, Reductions) {
+  on_ranks(4, [](int64_t) {
+    const double inf = std::numeric_limits<double>::infinity();
+    for (const ShardingSpecPtr& spec :
+         {chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {0, 2, 0}).clone(), testing::irregular_spec().clone()}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kComplexFloat}) {
+        const at::Tensor whole = ((whole_tensor({7, 5}) - 9) / 4).to(dtype);
+        const at::Tensor tensor = shard_tensor(whole, *spec);
+        for (const double p : {2.0, 1.0, 3.0, 0.0, -1.0, inf, -inf}) {
+          const at::Tensor norm = tensor.norm(p), expected = whole.norm(p);
+          EXPECT_EQ(norm.scalar_type(), expected.scalar_type());
+          EXPECT_TRUE(at::allclose(norm, expected, 1e-2)) << p << norm << expected;
+        }
+        if (dtype == at::kComplexFloat) continue;
+        EXPECT_TRUE(at::equal(tensor.max(), whole.max()) && at::equal(tensor.min(), whole.min()));
+        const at::Tensor broken = whole.clone();
+        broken[6][4] = std::numeric_limits<double>::quiet_NaN();
+        EXPECT_TRUE(shard_tensor(broken, *spec).max().isnan().item<bool>());
+        EXPECT_TRUE(shard_tensor(broken, *spec).norm().isnan().item<bool>());
+      }
+      EXPECT_EQ(at::max(shard_tensor(whole_tensor({7, 5}).to(at::kLong) - 50, *spec)).item<int64_t>(), -16);
+    }
+    EXPECT_EQ(zeros(chunks(0, {0, 1, 2, 3}), {0, 3}).norm().item<double>(), 0);
+    EXPECT_THROW(zeros(chunks(0, {0, 1, 2, 3}), {0, 3}).max(), c10::Error);
   });
 }
 
@@ -260,7 +350,7 @@ class MySpec final : public ShardingSpec {
 
 TEST(CustomOps, OfASpecsClassAreForItsTensors) {
   std::atomic<int> calls = 0;
-  custom_sharding_spec_op<MySpec>("aten::neg", [&](const at::Tensor& self) {
+  custom_sharding_spec_op<MySpec>("aten::trace", [&](const at::Tensor& self) {
     ++calls;
     return self;
   });
@@ -268,16 +358,16 @@ TEST(CustomOps, OfASpecsClassAreForItsTensors) {
   custom_sharding_spec_op<MySpec>("aten::detach", [](const at::Tensor& self) { return self; });
   on_ranks(2, [](int64_t) {
     const at::Tensor mine = zeros(MySpec(), {4}), other = zeros(chunks(0, {0, 1}), {4});
-    EXPECT_TRUE(at::neg(mine).is_same(mine));
-    expect_error<c10::Error>([&] { at::neg(other); }, {"aten::neg"});
+    EXPECT_TRUE(at::trace(mine).is_same(mine));
+    expect_error<c10::Error>([&] { at::trace(other); }, {"aten::trace"});
     EXPECT_TRUE(mine.detach().is_same(mine));
     EXPECT_FALSE(other.detach().is_same(other));
   });
   EXPECT_EQ(calls, 2);
-  custom_sharded_op("aten::neg", [](const at::Tensor& self) { return at::zeros_like(self); });
+  custom_sharded_op("aten::trace", [](const at::Tensor& self) { return at::zeros_like(self); });
   on_ranks(2, [&](int64_t) {
     const at::Tensor mine = zeros(MySpec(), {4});
-    EXPECT_FALSE(at::neg(mine).is_same(mine));
+    EXPECT_FALSE(at::trace(mine).is_same(mine));
   });
   EXPECT_EQ(calls, 2);
 }

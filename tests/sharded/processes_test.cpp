@@ -64,6 +64,13 @@ RANK_BODY(sample) {
           shard.tensor.grad(),
           part(counts.unsqueeze(1).expand({9, 4}), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
           "gradient");
+    // Gradients go back from where ranks hold nothing, and their norm is that of all.
+    at::Tensor loss = at::zeros({});
+    for (const at::Tensor& local : weight.reshard(chunks(1, {2, 0})).local_tensors())
+      loss = loss + local.sum();
+    loss.backward();
+    EXPECT_NEAR(weight.grad().norm().item<double>(),
+                (counts + 1).unsqueeze(1).expand({9, 4}).norm().item<double>(), 1e-4);
   });
 }
 

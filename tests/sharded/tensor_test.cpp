@@ -17,8 +17,10 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "tests/sharded/specs.h"
+#include "tests/support/compare.h"
 #include "tests/support/errors.h"
 
 namespace tessera::sharded {
@@ -26,6 +28,7 @@ namespace {
 
 using testing::chunks;
 using testing::error_of;
+using testing::expect_close;
 using testing::expect_error;
 using testing::expect_parts;
 using testing::grid_spec;
@@ -651,6 +654,66 @@ TEST(ShardedTensorReshard, IsDifferentiable) {
   });
 }
 
+// Ranks that hold nothing, before or after, have an empty tensor to call backward on.
+TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
+  const at::Tensor weights = whole_tensor({6, 5}) + 1;
+  auto loss_of = [&](const ShardedTensor& tensor) {
+    at::Tensor loss = at::zeros({});
+    const auto locals = tensor.local_tensors();
+    if (tensor.local_shards().empty()) {
+      EXPECT_EQ(locals.size(), 1);
+      EXPECT_EQ(locals[0].numel(), 0);
+      return loss + locals[0].pow(3).sum();
+    }
+    for (size_t i = 0; i < locals.size(); ++i) {
+      const ShardMetadata& shard = tensor.local_shards()[i].metadata;
+      loss = loss + (locals[i].pow(3) * part(weights, shard.shard_offsets, shard.shard_sizes)).sum();
+    }
+    return loss;
+  };
+  const std::vector<std::vector<int64_t>> holders{{0, 1, 2, 3}, {0, 1}, {3}, {2, 2, 1}};
+  for (const auto& before : holders) {
+    for (const auto& after : holders) {
+      on_ranks(4, [&](int64_t) {
+        const at::Tensor whole = (whole_tensor({6, 5}) / 10).requires_grad_();
+        (whole.pow(3) * weights).sum().backward();
+        const ShardedTensor tensor = chunks(0, before).shard(whole);
+        const ShardedTensor cut = tensor.reshard(chunks(1, after));
+        EXPECT_TRUE(cut.requires_grad() && !cut.is_leaf());
+        loss_of(cut).backward({}, /*retain_graph=*/true);
+        EXPECT_TRUE(tensor.grad().defined());
+        for (const Shard& shard : tensor.local_shards())
+          expect_close(shard.tensor.grad(),
+                       part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+                       "shards");
+        // Or from the whole, with its gradient.
+        tensor.mutable_grad().reset();
+        const ShardedTensor gradient = chunks(1, after).shard(3 * whole.detach().square() * weights);
+        at::Tensor(cut).backward(gradient);
+        for (const Shard& shard : tensor.local_shards())
+          expect_close(shard.tensor.grad(),
+                       part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes), "whole");
+        EXPECT_THROW(at::Tensor(cut).backward(at::ones({6, 5})), c10::Error);
+      });
+    }
+  }
+  // Gradients of gradients.
+  on_ranks(4, [&](int64_t) {
+    const at::Tensor whole = (whole_tensor({6, 5}) / 10).requires_grad_();
+    const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(whole);
+    const auto first = torch::autograd::grad({loss_of(tensor.reshard(chunks(1, {3, 1})))},
+                                             tensor.local_tensors(), {}, std::nullopt, /*create_graph=*/true);
+    at::Tensor sum = at::zeros({});
+    for (const at::Tensor& each : first) sum = sum + each.sum();
+    sum.backward();
+    for (const Shard& shard : tensor.local_shards())
+      expect_close(
+          shard.tensor.grad(),
+          part(6 * whole.detach() * weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+          "second");
+  });
+}
+
 TEST(ShardedTensorReshard, Errors) {
   on_ranks(2, [](int64_t) {
     const ShardedTensor tensor = zeros(chunks(0, {0, 1}), {4, 4});
@@ -692,6 +755,27 @@ TEST(ShardingSpecs, OfUsersWorkEverywhere) {
     EXPECT_EQ(ones(SplitAt(2), {5, 3}).local_tensor().size(0), rank == 0 ? 2 : 3);
     // It is not trusted: what it says is checked.
     EXPECT_THROW(shard_tensor(whole, SplitAt(6)), c10::Error);
+  });
+}
+
+// Ranks outside of the group may make the tensor too, and hold nothing of it.
+TEST(ShardTensor, OfPartOfTheWorld) {
+  on_ranks(4, [](int64_t rank) {
+    const at::Tensor whole = whole_tensor({6, 2}).requires_grad_();
+    for (const ShardedTensor& tensor :
+         {shard_tensor(whole, chunks(0, {3, 1}), 1, {1, 3}), chunks(0, {3, 1}).shard(whole, 1, {1, 3})}) {
+      EXPECT_EQ(tensor.local_shards().size(), rank % 2);
+      EXPECT_EQ(tensor.metadata().shards_metadata.size(), 2);
+      EXPECT_TRUE(tensor.requires_grad());
+      expect_parts(tensor, whole);
+      if (rank % 2 == 0) expect_error<c10::Error>([&] { tensor.gather(); }, {"not among the ranks [1, 3]"});
+    }
+    expect_error<c10::ValueError>([&] { shard_tensor(whole, chunks(0, {0, 1}), 0, {1, 3}); }, {"rank 0"});
+    expect_error<c10::ValueError>(
+        [&] {
+          shard_tensor(rank == 2 ? whole.detach() : whole, chunks(0, {0, 1}));
+        },
+        {"rank 2", "requires_grad"});
   });
 }
 

@@ -1,0 +1,191 @@
+#include <tessera/error.h>
+#include <tessera/sharded/sharded_tensor_impl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/variable.h>
+
+/// What autograd knows of a sharded tensor: gradients come to its local tensors, and are those of the whole.
+namespace tessera::sharded {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+/// The history of a whole whose local tensors have one: hands its gradient to them.
+struct ToLocalTensors final : torch::autograd::Node {
+  ToLocalTensors(const ShardedTensorState& state, const std::vector<at::Tensor>& local_tensors)
+      : tiling(state.metadata.shards_metadata), locals(local_tensors) {
+    for (const at::Tensor& local : locals) {
+      add_next_edge(local.requires_grad() ? torch::autograd::impl::gradient_edge(local)
+                                          : torch::autograd::Edge());
+    }
+  }
+
+  bool is_history_of(const std::vector<at::Tensor>& others) const {
+    for (const size_t i : c10::irange(others.size())) {
+      if (others[i].requires_grad() && next_edge(i) != torch::autograd::impl::gradient_edge(others[i]))
+        return false;
+    }
+    return others.size() == num_outputs();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    TESSERA_CHECK(is_history_of(locals),
+                  "backward: local shards of this sharded tensor were written in place since it was made. "
+                  "Call backward on what was computed of local_tensors() instead.");
+    if (!gradients[0].defined()) return variable_list(num_outputs());
+    return local_tensors_as(tiling, gradients[0], "backward");
+  }
+
+  std::string name() const override { return "ToLocalTensors"; }
+
+  std::vector<ShardMetadata> tiling;
+  std::vector<at::Tensor> locals;
+};
+
+}  // namespace
+
+/// What autograd asks for the gradient and requires_grad of the whole.
+struct ShardedTensorImpl::Meta final : torch::autograd::AutogradMeta {
+  explicit Meta(ShardedTensorImpl& impl) : whole(impl) {}
+
+  bool requires_grad() const override {
+    whole.agree_on_requires_grad();
+    return AutogradMeta::requires_grad();
+  }
+  const at::Tensor& grad() const override {
+    whole.agree();
+    return grad_;
+  }
+  at::Tensor& mutable_grad() override {
+    whole.agree();
+    whole.watch();
+    return grad_;
+  }
+
+  ShardedTensorImpl& whole;
+};
+
+ShardedTensorImpl::Meta& ShardedTensorImpl::meta() {
+  auto* known = dynamic_cast<Meta*>(autograd_meta());
+  if (known) return *known;
+  auto made = std::make_unique<Meta>(*this);
+  // libtorch takes it away from what `data()` returns, and makes one of its own when that gets a gradient.
+  if (auto* other = static_cast<torch::autograd::AutogradMeta*>(autograd_meta())) {
+    made->requires_grad_ = other->requires_grad_;
+    made->grad_ = std::move(other->grad_);
+    made->hooks_ = std::move(other->hooks_);
+  }
+  known = made.get();
+  set_autograd_meta(std::move(made));
+  return *known;
+}
+
+void ShardedTensorImpl::agree() {
+  agree_on_requires_grad();
+  TESSERA_CHECK(meta().hooks_.empty(),
+                "A hook on a sharded tensor is never called, since gradients come to its local shards: "
+                "register hooks on local_tensors().");
+  take_written_grad();
+  agree_on_grad();
+}
+
+void ShardedTensorImpl::agree_on_requires_grad() {
+  Meta& whole = meta();
+  bool& known = state_.metadata.tensor_properties.requires_grad;
+  const std::vector<at::Tensor> locals = state_.local_tensors();
+  if (!std::all_of(locals.begin(), locals.end(), [](const at::Tensor& local) { return local.is_leaf(); })) {
+    const auto* history = static_cast<const ToLocalTensors*>(whole.grad_fn_.get());
+    if (!history || !history->is_history_of(locals)) {
+      auto made = c10::make_intrusive<ToLocalTensors>(state_, locals);
+      made->add_input_metadata(at::TensorOptions(dtype()).device(device()), sym_sizes(),
+                               /*is_tensor_subclass=*/false, /*is_nested=*/false, std::nullopt);
+      whole.grad_fn_ = std::move(made);
+      whole.output_nr_ = 0;
+      whole.requires_grad_ = false;
+    }
+    known = true;
+    if (whole.retains_grad_) {
+      for (const at::Tensor& local : locals) local.retain_grad();
+    }
+    return;
+  }
+  whole.grad_fn_.reset();
+  bool wanted = whole.requires_grad_;
+  if (wanted == known) {
+    for (const at::Tensor& local : locals) {
+      if (local.requires_grad() != known) wanted = !known;
+    }
+  }
+  if (wanted == known && wanted == whole.requires_grad_) return;
+  whole.requires_grad_ = known = wanted;
+  for (const at::Tensor& local : locals) local.set_requires_grad(wanted);
+}
+
+void ShardedTensorImpl::take_written_grad() {
+  at::Tensor& grad = meta().grad_;
+  if (grad.is_same(agreed_grad_)) return;
+  const at::Tensor written = std::exchange(grad, agreed_grad_);  // which stays if the new one is none
+  const std::vector<at::Tensor> locals = state_.local_tensors();
+  std::vector<at::Tensor> parts(locals.size());
+  if (written.defined()) parts = local_tensors_as(state_.metadata.shards_metadata, written, "grad");
+  for (const size_t i : c10::irange(locals.size())) locals[i].mutable_grad() = parts[i];
+  grad = agreed_grad_ = written;
+}
+
+void ShardedTensorImpl::agree_on_grad() {
+  at::Tensor& grad = meta().grad_;
+  const std::vector<at::Tensor> locals = state_.local_tensors();
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& local : locals) parts.push_back(local.unsafeGetTensorImpl()->grad());
+  const auto is_defined = [](const at::Tensor& part) { return part.defined(); };
+  if (std::none_of(parts.begin(), parts.end(), is_defined)) {
+    grad = agreed_grad_ = at::Tensor();
+    return;
+  }
+  for (const size_t i : c10::irange(parts.size())) {
+    if (!parts[i].defined()) locals[i].mutable_grad() = parts[i] = at::zeros_like(locals[i].detach());
+  }
+  if (grad.defined()) {
+    const std::vector<at::Tensor> known = of(grad)->state_.local_tensors();
+    if (std::equal(known.begin(), known.end(), parts.begin(), parts.end(),
+                   [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); }))
+      return;
+  }
+  ShardedTensorState state = state_;
+  state.shared = {};
+  state.init_rrefs = false;
+  for (const size_t i : c10::irange(state.local_shards.size())) state.local_shards[i].tensor = parts[i];
+  if (state.local_shards.empty()) state.anchor = parts[0];
+  TensorProperties& properties = state.metadata.tensor_properties;
+  properties.dtype = parts[0].scalar_type();
+  properties.requires_grad = parts[0].requires_grad();
+  properties.pin_memory = false;
+  grad = agreed_grad_ = make_sharded_tensor(std::move(state));
+}
+
+void ShardedTensorImpl::watch() {
+  const std::vector<at::Tensor> locals = state_.local_tensors();
+  if (watches_ || !locals[0].requires_grad()) return;
+  watches_ = true;
+  const c10::weak_intrusive_ptr<TensorImpl> weak(c10::intrusive_ptr<TensorImpl>::reclaim_copy(this));
+  for (const at::Tensor& local : locals) {
+    local.register_hook([weak](const at::Tensor&) {
+      if (const auto whole = weak.lock()) static_cast<ShardedTensorImpl*>(whole.get())->take_written_grad();
+    });
+  }
+}
+
+void ShardedTensorImpl::release_resources() {
+  TensorImpl::release_resources();
+  // The local tensors may know of this one weakly: see watch().
+  state_.local_shards.clear();
+  state_.anchor.reset();
+  agreed_grad_.reset();
+}
+
+}  // namespace tessera::sharded

@@ -4,7 +4,7 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db audit operators wheel bench build lint tidy format install tsan clean
+.PHONY: help demo test python-test python-check validate op-db fuzz-values audit operators wheel bench build lint tidy format install tsan clean
 
 help:
 	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device'
@@ -13,6 +13,7 @@ help:
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
+	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
 	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -65,6 +66,9 @@ wheel:
 
 op-db: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
+
+fuzz-values: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
 
 audit: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md

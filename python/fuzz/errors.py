@@ -1,4 +1,4 @@
-"""What one device refuses: the error inputs of PyTorch's database, and samples with a dtype, a shape or an argument that is wrong."""
+"""What one device refuses: error inputs of PyTorch's database, samples with a wrong dtype, shape or argument."""
 
 import random
 from typing import Any
@@ -15,16 +15,39 @@ from cases import Inputs
 from operators import compute as compute  # the same, of other samples
 
 USES = [cases, operators]
-NAMES = [name for name, op in cases.OPS.items() if name not in exceptions.LEFT_OUT and op.name not in cases.UNINITIALISED]
-DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+NAMES = [
+    name
+    for name, op in cases.OPS.items()
+    if name not in exceptions.LEFT_OUT and op.name not in cases.UNINITIALISED
+]
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:
     op = cases.OPS[name]
-    wrong = rng.choice([*(["listed"] * 3 if op.error_inputs_func else []), "dtype", "dtype", "shape", "argument"])
+    wrong = rng.choice(
+        [*(["listed"] * 3 if op.error_inputs_func else []), "dtype", "dtype", "shape", "argument"]
+    )
     supported = sorted(op.supported_dtypes("cpu"), key=str)
     dtype = rng.choice([dtype for dtype in (torch.float32, torch.float64) if dtype in supported] or supported)
-    options = {"name": name, "number": rng.randrange(1000), "dtype": dtype, "wrong": wrong, "seed": rng.randrange(1000)}
+    options = {
+        "name": name,
+        "number": rng.randrange(1000),
+        "dtype": dtype,
+        "wrong": wrong,
+        "seed": rng.randrange(1000),
+    }
     return options, rng.choice(("gradients", "no_grad")), (0.1, 0.1)
 
 
@@ -49,8 +72,16 @@ def make(name: str, number: int, dtype: torch.dtype, wrong: str, seed: int) -> A
 
 def spoilt(leaves: list[Any], wrong: str, rng: random.Random) -> list[Any]:
     """The leaves of a sample with one thing that may be wrong."""
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-    numbers = [index for index, leaf in enumerate(leaves) if isinstance(leaf, (int, float, str)) and not isinstance(leaf, bool)]
+    tensors = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    ]
+    numbers = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, (int, float, str)) and not isinstance(leaf, bool)
+    ]
     leaves = list(leaves)
     if wrong == "dtype" and tensors:
         dtype, only = rng.choice(DTYPES), rng.choice([None, rng.choice(tensors)])
@@ -60,13 +91,25 @@ def spoilt(leaves: list[Any], wrong: str, rng: random.Random) -> list[Any]:
     elif wrong == "shape" and tensors:
         index = rng.choice(tensors)
         tensor = leaves[index].detach()
-        ways = [lambda: tensor.unsqueeze(0), lambda: torch.stack([tensor, tensor], -1), lambda: torch.stack([tensor] * 3)]
+        ways = [
+            lambda: tensor.unsqueeze(0),
+            lambda: torch.stack([tensor, tensor], -1),
+            lambda: torch.stack([tensor] * 3),
+        ]
         if tensor.dim():
             dim = rng.randrange(tensor.dim())
-            ways += [lambda: torch.cat([tensor, tensor], dim), lambda: tensor.narrow(dim, 0, 0), lambda: tensor.sum(dim).to(tensor.dtype)]
+            ways += [
+                lambda: torch.cat([tensor, tensor], dim),
+                lambda: tensor.narrow(dim, 0, 0),
+                lambda: tensor.sum(dim).to(tensor.dtype),
+            ]
         leaves[index] = rng.choice(ways)().contiguous()
     elif numbers:
         index = rng.choice(numbers)
         leaf = leaves[index]
-        leaves[index] = rng.choice(["no such thing"] if isinstance(leaf, str) else [-leaf - 1, leaf + 7, leaf - 7, 0, None, "no number", 0.5])
+        leaves[index] = rng.choice(
+            ["no such thing"]
+            if isinstance(leaf, str)
+            else [-leaf - 1, leaf + 7, leaf - 7, 0, None, "no number", 0.5]
+        )
     return leaves

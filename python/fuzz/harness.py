@@ -1,7 +1,7 @@
 """One computation, on one device and on ranks: what it gives, or how it is refused, must be the same.
 
-A computation is a function (made, place, out). It takes what was made for it, calls `place(name, tensor)` for each tensor that is to be
-distributed, and `out(name, value)` with each value to compare.
+A computation is a function (made, place, out). It takes what was made for it, calls `place(name, tensor)` for
+each tensor that is to be distributed, and `out(name, value)` with each value to compare.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from tessera import DTensor
 from tessera.experimental import implicit_replication
 
 Place = Callable[[str, torch.Tensor], torch.Tensor]
-Out = Callable[[str, Any], None]
+Out = Callable[..., None]  # (name, value, may_be_plain=False)
 Compute = Callable[[Any, Place, Out], None]
 
 
@@ -31,7 +31,9 @@ def context(mode: str) -> Any:
     }[mode]()
 
 
-def laid(tensor: torch.Tensor, memory: str, distribute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def laid(
+    tensor: torch.Tensor, memory: str, distribute: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """The tensor, distributed, with memory that lies otherwise than its places follow each other."""
 
     def locally(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -69,10 +71,14 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
     """What the computation gives, and what it raises in the end."""
     found: list[tuple[str, Any]] = []
 
-    def out(name: str, value: Any) -> None:
-        # On one device all tensors are plain; on ranks none may be.
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and tessera._C.is_rank_thread()
-        found.append((f"plain {name}" if is_plain else name, whole(value) if isinstance(value, torch.Tensor) else value))
+    def out(name: str, value: Any, may_be_plain: bool = not tessera._C.is_rank_thread()) -> None:
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not may_be_plain
+        found.append(
+            (
+                f"plain {name}" if is_plain else name,
+                whole(value) if isinstance(value, torch.Tensor) else value,
+            )
+        )
 
     try:
         with context(mode):
@@ -82,7 +88,9 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
     return found
 
 
-def alone(compute: Compute, made: Any, mode: str, memory: dict[str, str], seen: dict[str, torch.Tensor]) -> list[tuple[str, Any]]:
+def alone(
+    compute: Compute, made: Any, mode: str, memory: dict[str, str], seen: dict[str, torch.Tensor]
+) -> list[tuple[str, Any]]:
     """On one device. `seen`: the tensors that can be distributed."""
 
     def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +101,13 @@ def alone(compute: Compute, made: Any, mode: str, memory: dict[str, str], seen: 
 
 
 def together(
-    compute: Compute, made: Any, mode: str, memory: dict[str, str], mesh: tuple[int, ...], placements: dict[str, Any], timeout: float = 20
+    compute: Compute,
+    made: Any,
+    mode: str,
+    memory: dict[str, str],
+    mesh: tuple[int, ...],
+    placements: dict[str, Any],
+    timeout: float = 20,
 ) -> list[list[tuple[str, Any]]]:
     """On each rank. What has no placements stays as it is, and plain."""
 
@@ -103,7 +117,11 @@ def together(
         def distribute(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if placements.get(name) is None:
                 return copy_of(tensor.detach()).requires_grad_(tensor.requires_grad)
-            found = laid(tensor.detach(), memory.get(name, ""), lambda each: place(each, device_mesh, placements[name], len(name)))
+            found = laid(
+                tensor.detach(),
+                memory.get(name, ""),
+                lambda each: place(each, device_mesh, placements[name], len(name)),
+            )
             return found.requires_grad_(tensor.requires_grad)
 
         with implicit_replication():
@@ -112,7 +130,12 @@ def together(
     return tessera.run(math.prod(mesh), on_a_rank, timeout=timeout, threads_per_rank=1)
 
 
-def agree(got: list[list[tuple[str, Any]]], expected: list[tuple[str, Any]], tolerance: tuple[float, float], values: bool) -> None:
+def agree(
+    got: list[list[tuple[str, Any]]],
+    expected: list[tuple[str, Any]],
+    tolerance: tuple[float, float],
+    values: bool,
+) -> None:
     """Raises Wrong if the ranks gave something else than one device. `values`: compare values, not dtypes and shapes alone."""
     errors = {rank: found[-1][1] for rank, found in enumerate(got) if found and found[-1][0] == "error"}
     own = {rank: error for rank, error in errors.items() if not is_of_peer(str(error))}
@@ -124,10 +147,14 @@ def agree(got: list[list[tuple[str, Any]]], expected: list[tuple[str, Any]], tol
     if refused is not None and not own:
         raise Wrong(f"one device raises {told(refused)}, the ranks do not")
     if own and type(own[0]) is not type(refused):
-        raise Wrong(f"the ranks raise {told(own[0])}, one device {'nothing' if refused is None else told(refused)}") from own[0]
+        raise Wrong(
+            f"the ranks raise {told(own[0])}, one device {'nothing' if refused is None else told(refused)}"
+        ) from own[0]
     for found in got:
         if [name for name, _ in found] != [name for name, _ in expected]:
-            raise Wrong(f"the ranks give {[name for name, _ in found]}, one device {[name for name, _ in expected]}")
+            raise Wrong(
+                f"the ranks give {[name for name, _ in found]}, one device {[name for name, _ in expected]}"
+            )
         for (name, one), (_, other) in zip(found, expected):
             if name != "error":
                 compare(name, one, other, Tolerance(*tolerance), values)
@@ -141,22 +168,47 @@ def differentiate(results: Any, inputs: dict[str, torch.Tensor], orders: int, pl
     """Gradients of the results by the inputs, then gradients of these, and so on."""
     wanted = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
     for order in ("gradient", "double gradient")[: orders if wanted else 0]:
-        leaves = {n: leaf for n, leaf in enumerate(pytree.tree_leaves(results)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        leaves = {
+            n: leaf
+            for n, leaf in enumerate(pytree.tree_leaves(results))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
         total: Any = 0
         for number, leaf in leaves.items():
             weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).reshape(leaf.shape)
-            product = (leaf * place(f"weight {number} of the {order}", weight * (1 + 0.5j) if leaf.is_complex() else weight)).sum()
+            product = (
+                leaf
+                * place(
+                    f"weight {number} of the {order}", weight * (1 + 0.5j) if leaf.is_complex() else weight
+                )
+            ).sum()
             total = total + (product.real if leaf.is_complex() else product)
         none = [None] * len(wanted)
-        results = torch.autograd.grad(total, list(wanted.values()), create_graph=order != "double gradient", allow_unused=True) if leaves else none
+        results = (
+            torch.autograd.grad(
+                total, list(wanted.values()), create_graph=order != "double gradient", allow_unused=True
+            )
+            if leaves
+            else none
+        )
         # None is zero.
-        results = [torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in zip(wanted.values(), results)]
-        for name, gradient in zip(wanted, results):
-            out(f"{order} of {name}", gradient)
+        results = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(wanted.values(), results)
+        ]
+        for (name, tensor), gradient in zip(wanted.items(), results):
+            out(f"{order} of {name}", gradient, not isinstance(tensor, DTensor))
 
 
 def check(
-    compute: Compute, made: Any, *, mesh: tuple[int, ...], placements: dict[str, Any], mode: str, memory: dict[str, str], tolerance: tuple[float, float]
+    compute: Compute,
+    made: Any,
+    *,
+    mesh: tuple[int, ...],
+    placements: dict[str, Any],
+    mode: str,
+    memory: dict[str, str],
+    tolerance: tuple[float, float],
 ) -> None:
     """Raises Wrong if it is not right on ranks."""
     before = torch.get_rng_state()

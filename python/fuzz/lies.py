@@ -1,4 +1,4 @@
-"""A computation that is wrong on purpose where one of its tensors is sharded: what the tests of the fuzzer have it find."""
+"""A computation that is wrong on purpose where a tensor is sharded: what the tests have the fuzzer find."""
 
 import random
 from typing import Any

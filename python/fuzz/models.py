@@ -1,4 +1,4 @@
-"""Tiny models of the transformers package, with parameters, buffers and inputs placed at random: losses, logits, gradients."""
+"""Tiny models of the transformers package, every tensor placed at random: losses, logits, gradients."""
 
 import random
 from typing import Any
@@ -69,7 +69,11 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
         "seed": rng.randrange(1000),
     }
     # Softmaxes and losses of the models are in float32.
-    return options, rng.choice(["gradients", "gradients", "gradients", "no_grad", "inference_mode"]), (1e-4, 1e-5)
+    return (
+        options,
+        rng.choice(["gradients", "gradients", "gradients", "no_grad", "inference_mode"]),
+        (1e-4, 1e-5),
+    )
 
 
 def make(name: str, attention: str, training: bool, masked: bool, tied: bool, seed: int) -> Any:
@@ -77,7 +81,11 @@ def make(name: str, attention: str, training: bool, masked: bool, tied: bool, se
     torch.manual_seed(seed)
     family = getattr(transformers, name)
     given = {**SMALL, **FAMILIES[name], "tie_word_embeddings": tied, "use_cache": False}
-    dropouts = {key: 0.0 for key, value in family.config_class().to_dict().items() if "drop" in key and isinstance(value, float)}
+    dropouts = {
+        key: 0.0
+        for key, value in family.config_class().to_dict().items()
+        if "drop" in key and isinstance(value, float)
+    }
     config = family.config_class(**given, **dropouts)
     if getattr(family, "_supports_sdpa", False):
         config._attn_implementation = attention
@@ -88,7 +96,9 @@ def make(name: str, attention: str, training: bool, masked: bool, tied: bool, se
     tokens = torch.randint(3, 40, (4, 7))
     inputs: dict[str, Any] = {"input_ids": tokens}
     if "Image" in name:
-        inputs = {"pixel_values": torch.randn(4, 3, config.image_size, config.image_size, dtype=torch.float64)}
+        inputs = {
+            "pixel_values": torch.randn(4, 3, config.image_size, config.image_size, dtype=torch.float64)
+        }
     elif "Whisper" in name:
         inputs = {"input_features": torch.randn(4, 8, 16, dtype=torch.float64)}
     elif masked:

@@ -1,4 +1,4 @@
-"""Modules of PyTorch's database, with parameters, buffers and inputs placed at random: forward, backward, double backward, training or not."""
+"""Modules of PyTorch's database, every tensor placed at random: forward, backward, double backward, training or not."""
 
 import copy
 import random
@@ -28,7 +28,13 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
         "seed": rng.randrange(1000),
     }
     mode = rng.choice(MODES)
-    tolerance = (0.1, 0.1) if mode == "autocast" else (1e-6, 1e-7) if options["dtype"] is torch.float64 else (1e-3, 1e-4)
+    tolerance = (
+        (0.1, 0.1)
+        if mode == "autocast"
+        else (1e-6, 1e-7)
+        if options["dtype"] is torch.float64
+        else (1e-3, 1e-4)
+    )
     return options, mode, tolerance
 
 
@@ -38,11 +44,17 @@ def make(name: str, number: int, dtype: torch.dtype, training: bool, wrong: bool
     function = info.module_error_inputs_func if wrong else info.module_inputs_func
     inputs = function(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
     if wrong:
-        inputs = [each.module_error_input for each in inputs if each.error_on is ModuleErrorEnum.FORWARD_ERROR]
+        inputs = [
+            each.module_error_input for each in inputs if each.error_on is ModuleErrorEnum.FORWARD_ERROR
+        ]
     if not inputs:
         return None
     given = inputs[number % len(inputs)]
-    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).to(dtype).train(training)
+    module = (
+        info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+        .to(dtype)
+        .train(training)
+    )
     args, kwargs = given.forward_input.args, given.forward_input.kwargs
     with torch.no_grad():
         if info.is_lazy:
@@ -82,7 +94,11 @@ def distribute(module: torch.nn.Module, place: Place) -> dict[str, torch.Tensor]
             if tensor not in placed:
                 found = place(f"{path}.{name}", tensor)
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                placed[tensor] = torch.nn.Parameter(found.detach(), requires_grad=tensor.requires_grad) if is_parameter else found
+                placed[tensor] = (
+                    torch.nn.Parameter(found.detach(), requires_grad=tensor.requires_grad)
+                    if is_parameter
+                    else found
+                )
                 names[f"{path}.{name}"] = placed[tensor]
             setattr(owner, name, placed[tensor])
     return names

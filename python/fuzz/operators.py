@@ -1,4 +1,4 @@
-"""Operators of PyTorch's database: of any dtype, called in all ways, in all modes, with memory of all kinds."""
+"""Operators of PyTorch's database: any dtype, all ways of calling, all modes, memory of all kinds."""
 
 import fnmatch
 import random
@@ -15,27 +15,70 @@ from harness import Out, Place, differentiate
 
 USES = [cases]
 MODES = ("gradients", "gradients", "gradients", "no_grad", "inference_mode", "autocast")
-MEMORY = ("transposed", "strided", "expanded", "flipped", "negated", "locally transposed", "locally strided", "locally negated")
+MEMORY = (
+    "transposed",
+    "strided",
+    "expanded",
+    "flipped",
+    "negated",
+    "locally transposed",
+    "locally strided",
+    "locally negated",
+)
 COMPLEX_MEMORY = (*MEMORY, "conjugated", "locally conjugated")
 
 #: With columns or rows that are all the same their results are noise.
-NOT_EXPANDED = ("linalg.*", "svd*", "pca_lowrank", "eig*", "lu*", "cholesky*", "ormqr", "geqrf", "qr", "pinverse", "symeig", "logdet", "det", "slogdet")
+NOT_EXPANDED = (
+    "linalg.*",
+    "svd*",
+    "pca_lowrank",
+    "eig*",
+    "lu*",
+    "cholesky*",
+    "ormqr",
+    "geqrf",
+    "qr",
+    "pinverse",
+    "symeig",
+    "logdet",
+    "det",
+    "slogdet",
+)
 
-NAMES = [name for name, op in cases.OPS.items() if name not in exceptions.LEFT_OUT and op.name not in cases.UNINITIALISED]
+NAMES = [
+    name
+    for name, op in cases.OPS.items()
+    if name not in exceptions.LEFT_OUT and op.name not in cases.UNINITIALISED
+]
 
 
 def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:
     """(options, mode, tolerance)"""
     op = cases.OPS[name]
     supported = sorted(op.supported_dtypes("cpu"), key=str)
-    preferred = [dtype for dtype in (torch.float64, torch.float64, torch.complex128, torch.float32) if dtype in supported]
+    preferred = [
+        dtype
+        for dtype in (torch.float64, torch.float64, torch.complex128, torch.float32)
+        if dtype in supported
+    ]
     dtype = rng.choice([*preferred * 2, *supported])
-    ways = ["function", "function", *(["in-place"] if op.inplace_variant else []), *(["out"] if op.supports_out else [])]
+    ways = [
+        "function",
+        "function",
+        *(["in-place"] if op.inplace_variant else []),
+        *(["out"] if op.supports_out else []),
+    ]
     way = rng.choice(ways)
     if exceptions.MAY_REFUSE.get((name, way)):
         way = "function"
     mode = rng.choice(MODES)
-    options = {"name": name, "number": rng.randrange(1000), "dtype": dtype, "way": way, "seed": rng.randrange(1000)}
+    options = {
+        "name": name,
+        "number": rng.randrange(1000),
+        "dtype": dtype,
+        "way": way,
+        "seed": rng.randrange(1000),
+    }
     return options, mode, tolerance_of(op, dtype, mode)
 
 
@@ -61,7 +104,11 @@ def make(name: str, number: int, dtype: torch.dtype, way: str, seed: int) -> Any
     op = next(op for op in op_db if f"{op.name}.{op.variant_test_name}".rstrip(".") == name)
     torch.manual_seed(seed)
     random.seed(seed)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")))
+    samples = list(
+        op.sample_inputs(
+            "cpu", dtype, requires_grad=op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        )
+    )
     if not samples:
         return None
     sample = samples[number % len(samples)]
@@ -77,16 +124,29 @@ def compute(made: Any, place: Place, out: Out) -> None:
     for number, (tensor, wanted) in enumerate(zip(tensors, inputs.requires_grad)):
         if tensor.layout == torch.strided and tensor.device.type == "cpu":
             # Of an alias, as ranks share the tensor.
-            tensors[number] = placed[f"input {number}"] = place(f"input {number}", tensor.detach().requires_grad_(wanted))
+            tensors[number] = placed[f"input {number}"] = place(
+                f"input {number}", tensor.detach().requires_grad_(wanted)
+            )
     if way == "in-place":
-        result = inputs.call(op.inplace_variant, tensors, lambda first: first.clone() if torch.is_grad_enabled() and first.requires_grad else first)
+        result = inputs.call(
+            op.inplace_variant,
+            tensors,
+            lambda first: first.clone() if torch.is_grad_enabled() and first.requires_grad else first,
+        )
     else:
         result = inputs.call(op.op, tensors)
     leaves = pytree.tree_leaves(result)
     for number, leaf in enumerate(leaves):
         out(f"result {number}", leaf)
-    if way == "out" and leaves and all(isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided for leaf in leaves):
-        given = [place(f"out {number}", torch.zeros(leaf.shape, dtype=leaf.dtype)) for number, leaf in enumerate(leaves)]
+    if (
+        way == "out"
+        and leaves
+        and all(isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided for leaf in leaves)
+    ):
+        given = [
+            place(f"out {number}", torch.zeros(leaf.shape, dtype=leaf.dtype))
+            for number, leaf in enumerate(leaves)
+        ]
         with torch.no_grad():
             inputs.call(op.op, tensors, out=given[0] if len(given) == 1 else tuple(given))
         for number, leaf in enumerate(given):

@@ -4,7 +4,8 @@
     python run.py --kind modules --only 'nn.LP*'   some
     python run.py --seed 7 --minutes 10            others, and for how long
 
-Each case runs in a process that may crash or hang. What fails is made as small as it can be and still fails, and printed as a script.
+Each case runs in a process that may crash or hang. What fails is made as small as it can be and still fails,
+and printed as a script.
 """
 
 import argparse
@@ -46,9 +47,17 @@ LIMIT = 120
 # --- in a worker
 
 
-def reductions_of(tensor: torch.Tensor) -> list[str]:
+def reductions_of(tensor: torch.Tensor, mode: str) -> list[str]:
     """The kinds of partial values that it can be made of."""
-    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128):
+    # Autocast casts parameters with a lock held that all ranks share, so what has to be reduced first is refused.
+    if mode == "autocast" or tensor.dtype not in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ):
         return []
     return ["sum", "sum", "avg", "product", *([] if tensor.is_complex() else ["max", "min"])]
 
@@ -66,11 +75,30 @@ def drawn(kind: str, name: str, seed: int) -> Case | None:
     seen: dict[str, torch.Tensor] = {}
     harness.alone(module.compute, module.make(**options), mode, {}, seen)
     mesh = rng.choice(MESHES)
-    placements = {name: tuple(random_placements(rng, each.dim(), len(mesh), reductions_of(each))) for name, each in seen.items()}
+    placements = {
+        name: tuple(random_placements(rng, each.dim(), len(mesh), reductions_of(each, mode)))
+        for name, each in seen.items()
+    }
     if rng.random() < 0.3 and any(is_argument(name) and not name.startswith("input") for name in seen):
         placements |= {name: None for name in placements if name.startswith("input")}
-    memory = {name: module.memory_of(options, each, rng) for name, each in seen.items()} if hasattr(module, "memory_of") else {}
-    return Case(kind, options, mode, tolerance, mesh, placements, {name: way for name, way in memory.items() if way}) if seen else None
+    memory = (
+        {name: module.memory_of(options, each, rng) for name, each in seen.items()}
+        if hasattr(module, "memory_of")
+        else {}
+    )
+    return (
+        Case(
+            kind,
+            options,
+            mode,
+            tolerance,
+            mesh,
+            placements,
+            {name: way for name, way in memory.items() if way},
+        )
+        if seen
+        else None
+    )
 
 
 def outcome(case: Case) -> str:
@@ -145,10 +173,20 @@ def sort_of(failure: str) -> str:
     """Failures of one sort are taken for the same."""
     words = failure.split()
     if "raise" in words:
-        return " ".join(words[: words.index("raise") + 2] if words[0] == "the" else ["alone", words[words.index("raise") + 1]])
+        return " ".join(
+            words[: words.index("raise") + 2]
+            if words[0] == "the"
+            else ["alone", words[words.index("raise") + 1]]
+        )
     if "'plain" in failure:
         return "plain"
-    return " ".join(words[:3]) if words[:2] == ["the", "ranks"] else words[0] if words[0] in ("hung:", "crashed:", "harness:", "one") else "values"
+    return (
+        " ".join(words[:3])
+        if words[:2] == ["the", "ranks"]
+        else words[0]
+        if words[0] in ("hung:", "crashed:", "harness:", "one")
+        else "values"
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -159,7 +197,10 @@ def simpler(case: Case) -> Iterator[Case]:
 
     for size, dim in itertools.product((2, 3, 4), range(len(case.mesh))):
         if (size,) != case.mesh and (len(case.mesh) > 1 or size < case.mesh[0]):
-            yield but(mesh=(size,), placements={name: each and (each[dim],) for name, each in case.placements.items()})
+            yield but(
+                mesh=(size,),
+                placements={name: each and (each[dim],) for name, each in case.placements.items()},
+            )
     if case.memory:
         yield but(memory={})
     names = [name for name, each in case.placements.items() if each is not None]
@@ -169,7 +210,12 @@ def simpler(case: Case) -> Iterator[Case]:
             for first in range(0, len(names), size):
                 some = {name for name in names[first : first + size] if case.placements[name] != replacement}
                 if some and (replacement or any(is_argument(name) for name in names if name not in some)):
-                    yield but(placements={name: replacement if name in some else each for name, each in case.placements.items()})
+                    yield but(
+                        placements={
+                            name: replacement if name in some else each
+                            for name, each in case.placements.items()
+                        }
+                    )
             size //= 2
     for name in case.memory:
         yield but(memory={other: way for other, way in case.memory.items() if other != name})
@@ -178,13 +224,27 @@ def simpler(case: Case) -> Iterator[Case]:
             yield but(mode=mode)
         else:
             break
-    for option, values in (("way", ["function"]), ("training", [False]), ("masked", [False]), ("tied", [False]), ("number", range(3))):
+    for option, values in (
+        ("way", ["function"]),
+        ("training", [False]),
+        ("masked", [False]),
+        ("tied", [False]),
+        ("number", range(3)),
+    ):
         for value in values:
-            if option in case.options and case.options[option] != value and not (option == "number" and case.options[option] < value):
+            if (
+                option in case.options
+                and case.options[option] != value
+                and not (option == "number" and case.options[option] < value)
+            ):
                 yield but(options={**case.options, option: value})
     for name, dim in itertools.product(names, range(len(case.mesh))):
         each = case.placements[name]
-        plain = [Replicate(), Shard(0), *([Shard(each[dim].dim)] if hasattr(each[dim], "dim") else [Partial("sum")])]
+        plain = [
+            Replicate(),
+            Shard(0),
+            *([Shard(each[dim].dim)] if hasattr(each[dim], "dim") else [Partial("sum")]),
+        ]
         for placement in plain[: plain.index(each[dim])] if each[dim] in plain else plain:
             yield but(placements={**case.placements, name: (*each[:dim], placement, *each[dim + 1 :])})
 
@@ -229,7 +289,9 @@ class Report:
                 self._last = time.monotonic()
                 clock = time.strftime("%H:%M:%S", time.gmtime(self._last - self._began))
                 tried = self.passed + self.failed + self.nothing
-                print(f"[{tried}/{self._total}] {clock} {self.passed} passed, {self.failed} failed", flush=True)
+                print(
+                    f"[{tried}/{self._total}] {clock} {self.passed} passed, {self.failed} failed", flush=True
+                )
 
     def _script(self, key: tuple[str, str, int], case: Case, failure: str) -> str:
         module: Any = __import__(case.kind)
@@ -238,14 +300,18 @@ class Report:
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
-            done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=LIMIT)
+            done = subprocess.run(
+                [sys.executable, path], env=environment, capture_output=True, text=True, timeout=LIMIT
+            )
             fails = done.returncode < 0 or "Wrong: " in done.stderr
         except subprocess.TimeoutExpired:
             fails = True
         return f"{text}\n# {path}" + ("" if fails else ": alone it did not fail")
 
 
-def run(keys: list[tuple[str, str, int]], workers: int, minutes: float, seconds: float, output: Path) -> Report:
+def run(
+    keys: list[tuple[str, str, int]], workers: int, minutes: float, seconds: float, output: Path
+) -> Report:
     """`seconds`: for making a failure small."""
     report = Report(len(keys), output)
     output.mkdir(parents=True, exist_ok=True)
@@ -280,23 +346,45 @@ def run(keys: list[tuple[str, str, int]], workers: int, minutes: float, seconds:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", action="append", choices=[*KINDS, "lies"], help="what to try; may be given several times (all)")
-    parser.add_argument("--only", action="append", metavar="GLOB", help="entries to try, as addmm or nn.Linear; may be given several times (all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=[*KINDS, "lies"],
+        help="what to try; may be given several times (all)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="GLOB",
+        help="entries to try, as addmm or nn.Linear; may be given several times (all)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
     parser.add_argument("--rounds", type=int, default=4, help="how often each entry is tried (4)")
     parser.add_argument("--count", type=int, help="how many cases of each kind to try at most (all)")
     parser.add_argument("--minutes", type=float, default=1e6, help="how long to go on (to the end)")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to make a failure small (60)")
     parser.add_argument("--workers", type=int, default=2, help="processes at once (2)")
-    parser.add_argument("--output", type=Path, default=Path("build/fuzz"), help="where to write the scripts (build/fuzz)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/fuzz"), help="where to write the scripts (build/fuzz)"
+    )
     options = parser.parse_args()
     kinds = options.kind or KINDS
     multiprocessing.get_context("forkserver").set_forkserver_preload(["harness", "script", *kinds])
     keys = []
     for kind in kinds:
-        names = [name for name in __import__(kind).NAMES if any(fnmatch.fnmatchcase(name, glob) for glob in options.only or ["*"])]
-        rounds = ((kind, name, seed) for seed in range(options.seed, options.seed + options.rounds) for name in random.Random(seed).sample(names, len(names)))
+        names = [
+            name
+            for name in __import__(kind).NAMES
+            if any(fnmatch.fnmatchcase(name, glob) for glob in options.only or ["*"])
+        ]
+        rounds = (
+            (kind, name, seed)
+            for seed in range(options.seed, options.seed + options.rounds)
+            for name in random.Random(seed).sample(names, len(names))
+        )
         keys += itertools.islice(rounds, options.count)
     if not keys:
         parser.error(f"nothing is called {options.only}")

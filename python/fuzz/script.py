@@ -1,4 +1,4 @@
-"""A failure as a script of its own: the functions that it needs, from the files that have them, and the call that fails."""
+"""A failure as a script of its own: the functions that it needs, and the call that fails."""
 
 import ast
 import inspect
@@ -33,14 +33,24 @@ def source(modules: list[ModuleType], wanted: list[str]) -> str:
         lines = inspect.getsource(module).splitlines()
         for node in ast.parse("\n".join(lines)).body:
             if isinstance(node, ast.Import):
-                imports |= {(each.asname or each.name).split(".")[0]: f"import {ast.unparse(each)}" for each in node.names}
+                imports |= {
+                    (each.asname or each.name).split(".")[0]: f"import {ast.unparse(each)}"
+                    for each in node.names
+                }
             elif isinstance(node, ast.ImportFrom) and node.module not in local:
-                imports |= {each.asname or each.name: f"from {node.module} import {ast.unparse(each)}" for each in node.names}
+                imports |= {
+                    each.asname or each.name: f"from {node.module} import {ast.unparse(each)}"
+                    for each in node.names
+                }
             elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
                 first = min(each.lineno for each in [node, *getattr(node, "decorator_list", [])])
                 text = "\n".join(lines[first - 1 : node.end_lineno])
                 targets = getattr(node, "targets", [getattr(node, "target", None)])
-                for name in [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else [ast.unparse(each) for each in targets]:
+                for name in (
+                    [node.name]
+                    if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                    else [ast.unparse(each) for each in targets]
+                ):
                     definitions[name] = text
                     needs[name] = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     found: set[str] = set()
@@ -50,7 +60,11 @@ def source(modules: list[ModuleType], wanted: list[str]) -> str:
         found.add(name)
         todo |= needs.get(name, set()) - found
     used = dict.fromkeys(text for name, text in definitions.items() if name in found)
-    return "\n".join(sorted({text for name, text in imports.items() if name in found})) + "\n\n\n" + "\n\n\n".join(used)
+    return (
+        "\n".join(sorted({text for name, text in imports.items() if name in found}))
+        + "\n\n\n"
+        + "\n\n\n".join(used)
+    )
 
 
 def literal(placement: Any) -> str:
@@ -63,7 +77,11 @@ def literal(placement: Any) -> str:
 def script(case: Case, kinds: list[ModuleType], why: str) -> str:
     """`kinds`: the module of the case and those whose functions it uses."""
     names = ["check", "make", "compute", "torch", "Partial", "Replicate", "Shard", "_StridedShard"]
-    given = {name: ", ".join(map(literal, placements)) for name, placements in case.placements.items() if placements is not None}
+    given = {
+        name: ", ".join(map(literal, placements))
+        for name, placements in case.placements.items()
+        if placements is not None
+    }
     lines = [f"        {name!r}: [{text}]," for name, text in given.items()]
     text = why.replace("\\", "/").replace('"', "'")
     return f'''"""{text}"""

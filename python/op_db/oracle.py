@@ -1,4 +1,4 @@
-"""What it takes to compare a distributed computation with one device: how tensors are placed, and what is the same."""
+"""What it takes to compare with one device: how tensors are placed, and what is the same."""
 
 import math
 import random
@@ -15,14 +15,20 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides where there can be one."""
     if tensor.layout != torch.strided:
         return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor) if is_dense(tensor) else tensor.clone()
+    return (
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        if is_dense(tensor)
+        else tensor.clone()
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
-def random_placements(rng: random.Random, ndim: int, mesh_ndim: int, reductions: list[str]) -> list[Placement]:
+def random_placements(
+    rng: random.Random, ndim: int, mesh_ndim: int, reductions: list[str]
+) -> list[Placement]:
     """Of a tensor of so many dims, which may be partial in these ways."""
     choices: list[Placement] = [Replicate()]
     for dim in range(ndim):
@@ -58,7 +64,9 @@ def local_part(tensor: torch.Tensor, part: int, parts: int, reduction: str, seed
     return copy_of(tensor).copy_(torch.where(is_safe, safe, torch.where(first == 0, tensor, rest)))
 
 
-def place(tensor: torch.Tensor, mesh: tessera.DeviceMesh, placements: tuple[tessera.Placement, ...], seed: int) -> torch.Tensor:
+def place(
+    tensor: torch.Tensor, mesh: tessera.DeviceMesh, placements: tuple[tessera.Placement, ...], seed: int
+) -> torch.Tensor:
     """This rank's part of the tensor, as a distributed one with memory of its own."""
     index, count, reduction = 0, 1, "sum"
     for dim, placement in enumerate(placements):
@@ -108,7 +116,10 @@ def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bo
     if not isinstance(expected, torch.Tensor):
         if type(got) is not type(expected):
             raise Wrong(f"{name} is {type(got).__name__}, not {type(expected).__name__}")
-        is_close = got == expected or (isinstance(got, float) and (math.isclose(got, expected, rel_tol=1e-4) or (got != got and expected != expected)))
+        is_close = got == expected or (
+            isinstance(got, float)
+            and (math.isclose(got, expected, rel_tol=1e-4) or (got != got and expected != expected))
+        )
         if values and not is_close:
             raise Wrong(f"{name} is {got}, not {expected}")
         return
@@ -120,12 +131,22 @@ def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bo
         return
     if expected.dtype == torch.complex32:
         got, expected = got.to(torch.complex64), expected.to(torch.complex64)
-    finite = expected[torch.isfinite(expected)].abs() if expected.is_floating_point() or expected.is_complex() else expected[:0]
+    finite = (
+        expected[torch.isfinite(expected)].abs()
+        if expected.is_floating_point() or expected.is_complex()
+        else expected[:0]
+    )
     scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
     try:
-        torch.testing.assert_close(got, expected, rtol=tolerance.rtol, atol=tolerance.atol * scale, equal_nan=True)
+        torch.testing.assert_close(
+            got, expected, rtol=tolerance.rtol, atol=tolerance.atol * scale, equal_nan=True
+        )
     except AssertionError as error:
-        lines = [line for line in str(error).splitlines() if line and "not close" not in line and "not equal" not in line]
+        lines = [
+            line
+            for line in str(error).splitlines()
+            if line and "not close" not in line and "not equal" not in line
+        ]
         raise Wrong(f"{name}: {'; '.join(lines)}") from None
 
 

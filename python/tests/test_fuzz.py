@@ -30,7 +30,19 @@ def test_what_fails_is_made_small_and_runs_alone(tmp_path: Path) -> None:
     assert done.returncode == 1 and "alone it did not fail" not in done.stdout, done.stdout + done.stderr
     [script] = tmp_path.glob("lies_addition_*.py")
     text = script.read_text()
-    assert "'b': [Shard(0)],\n    }" in text and "'a'" not in text and "mesh=(2,)" in text and "mode='no_grad'" in text, text
+    assert (
+        "'b': [Shard(0)],\n    }" in text
+        and "'a'" not in text
+        and "mesh=(2,)" in text
+        and "mode='no_grad'" in text
+    ), text
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    alone = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert alone.returncode == 1 and "Wrong: sum: Mismatched elements: 48 / 48" in alone.stderr, alone.stderr

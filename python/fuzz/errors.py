@@ -9,17 +9,12 @@ from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils import _pytree as pytree
 
 import cases
-import exceptions
 import operators
 from cases import Inputs
 from operators import compute as compute  # the same, of other samples
 
 USES = [cases, operators]
-NAMES = [
-    name
-    for name, op in cases.OPS.items()
-    if name not in exceptions.LEFT_OUT and op.name not in cases.UNINITIALISED
-]
+NAMES = operators.NAMES
 DTYPES = (
     torch.bool,
     torch.uint8,

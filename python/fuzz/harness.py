@@ -82,7 +82,7 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
 
     try:
         with context(mode):
-            compute(made, place, out)
+            compute(made, torch.autocast("cpu", enabled=False)(place), out)
     except Exception as error:
         found.append(("error", error))
     return found
@@ -166,7 +166,9 @@ def told(error: Exception) -> str:
 
 def differentiate(results: Any, inputs: dict[str, torch.Tensor], orders: int, place: Place, out: Out) -> None:
     """Gradients of the results by the inputs, then gradients of these, and so on."""
-    wanted = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+    wanted = {
+        name: tensor for name, tensor in inputs.items() if tensor.requires_grad and torch.is_grad_enabled()
+    }
     for order in ("gradient", "double gradient")[: orders if wanted else 0]:
         leaves = {
             n: leaf

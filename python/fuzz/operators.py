@@ -121,6 +121,8 @@ def compute(made: Any, place: Place, out: Out) -> None:
         return
     op, inputs, process, way = made
     tensors = list(inputs.tensors)
+    if not tensors:
+        return
     placed = {}
     for number, (tensor, wanted) in enumerate(zip(tensors, inputs.requires_grad)):
         if tensor.layout == torch.strided and tensor.device.type == "cpu":

@@ -279,6 +279,13 @@ REFUSED = {
     "bernoulli": lambda x: x.bernoulli_(2.0),
     "dropout": lambda x: torch.dropout(x, 2.0, True),
     "multinomial": lambda x: torch.multinomial(x.abs(), 9),
+    "exponential dtype": lambda x: x.long().exponential_(),
+    "cauchy dtype": lambda x: x.long().cauchy_(),
+    "geometric dtype": lambda x: x.bool().geometric_(0.5),
+    "normal dtype": lambda x: x.long().normal_(),
+    "uniform dtype": lambda x: x.long().uniform_(),
+    "random dtype": lambda x: x.cfloat().random_(),
+    "bernoulli dtype": lambda x: torch.bernoulli(x.long()),
 }
 
 

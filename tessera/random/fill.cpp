@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <string_view>
 #include <type_traits>
 
 #include <ATen/Parallel.h>
@@ -318,6 +320,18 @@ Distribution Distribution::of_parts() const {
   return result;
 }
 
+namespace {
+
+/// With the kind of error that libtorch has for it.
+[[noreturn]] void refuse_dtype(const Distribution& distribution, at::ScalarType dtype) {
+  const std::string message = c10::str(distribution.name(), ": not for tensors of ", dtype, ".");
+  const std::string_view name = distribution.name();
+  TESSERA_CHECK(name != "exponential" && name != "cauchy", message);
+  throw c10::NotImplementedError(message, /*backtrace=*/nullptr);
+}
+
+}  // namespace
+
 /// One call of `fill`.
 class Filling {
  public:
@@ -358,9 +372,7 @@ class Filling {
   }
 
  private:
-  [[noreturn]] void refuse() const {
-    TESSERA_CHECK(false, wanted_.name_, ": not for tensors of ", out_.scalar_type(), ".");
-  }
+  [[noreturn]] void refuse() const { refuse_dtype(wanted_, out_.scalar_type()); }
 
   template <class T>
   void write() {
@@ -482,8 +494,7 @@ void fill(const at::Tensor& local, const Region& region, const Distribution& dis
                 " elements for a region of ", region.numel(), ".");
   if (local.is_meta()) return;
   if (c10::isComplexType(local.scalar_type())) {
-    TESSERA_CHECK(distribution.has_complex(), distribution.name(), ": not for tensors of ",
-                  local.scalar_type(), ".");
+    if (!distribution.has_complex()) refuse_dtype(distribution, local.scalar_type());
     return fill(at::view_as_real(local), region.with_dim(2), distribution.of_parts(), draw);
   }
   if (local.device().is_cpu() && local.is_contiguous() && !local.is_neg() && !local.is_conj()) {

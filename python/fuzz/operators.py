@@ -28,23 +28,19 @@ MEMORY = (
 )
 COMPLEX_MEMORY = (*MEMORY, "conjugated", "locally conjugated")
 
-#: With columns or rows that are all the same their results are noise.
-NOT_EXPANDED = (
-    "linalg.*",
-    "svd*",
-    "pca_lowrank",
-    "eig*",
-    "lu*",
-    "cholesky*",
-    "ormqr",
-    "geqrf",
-    "qr",
-    "pinverse",
-    "symeig",
-    "logdet",
-    "det",
-    "slogdet",
-)
+#: Memory that operators are not tried with.
+UNFIT = {
+    # Of columns or rows that are all the same their results are noise.
+    "expanded": (
+        *("linalg.*", "svd*", "pca_lowrank", "eig*", "lu*", "cholesky*", "ormqr", "geqrf", "qr", "pinverse"),
+        *("logdet", "det", "slogdet"),
+    ),
+    # Conjugating a distributed tensor is not lazy, so that nothing has to be refused.
+    "conjugated": ("view_as_real",),
+}
+
+#: One device refuses a result that is not contiguous.
+NOT_INTO = ("matmul",)
 
 NAMES = [
     name
@@ -70,7 +66,7 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
         *(["out"] if op.supports_out else []),
     ]
     way = rng.choice(ways)
-    if exceptions.MAY_REFUSE.get((name, way)):
+    if (name, way) in exceptions.MAY_REFUSE or (way == "out" and name in NOT_INTO):
         way = "function"
     mode = rng.choice(MODES)
     options = {
@@ -96,7 +92,7 @@ def memory_of(options: dict[str, Any], tensor: torch.Tensor, rng: random.Random)
     if not tensor.dim() or not tensor.numel() or rng.random() < 0.4:
         return ""
     found = rng.choice(COMPLEX_MEMORY if tensor.is_complex() else MEMORY)
-    if found == "expanded" and any(fnmatch.fnmatch(options["name"], each) for each in NOT_EXPANDED):
+    if any(fnmatch.fnmatch(options["name"], each) for each in UNFIT.get(found, ())):
         return ""
     return "" if "negated" in found and not (tensor.is_floating_point() or tensor.is_complex()) else found
 

@@ -286,6 +286,7 @@ REFUSED = {
     "uniform dtype": lambda x: x.long().uniform_(),
     "random dtype": lambda x: x.cfloat().random_(),
     "bernoulli dtype": lambda x: torch.bernoulli(x.long()),
+    "bernoulli into complex": lambda x: x.cfloat().bernoulli_(torch.full_like(x, 0.5)),
 }
 
 

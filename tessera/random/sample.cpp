@@ -98,6 +98,8 @@ void bernoulli_into(const at::Tensor& out, const at::Tensor& p, const Region& re
   const bool is_double = p.scalar_type() == at::kDouble;
   TESSERA_CHECK_AS(c10::NotImplementedError, p.is_floating_point(),
                    "bernoulli: probabilities must be floating point numbers, not ", p.scalar_type(), ".");
+  TESSERA_CHECK_AS(c10::NotImplementedError, !out.is_complex(), "bernoulli: not for tensors of ",
+                   out.scalar_type(), ".");
   const at::Tensor u = units(out, is_double ? at::kDouble : at::kFloat, region, draw);
   if (p.numel() > 0 && !p.is_meta())
     TESSERA_CHECK(at::logical_and(p >= 0, p <= 1).all().item<bool>(),

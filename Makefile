@@ -4,7 +4,7 @@ PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices audit operators wheel bench build lint tidy format install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format install \
   asan ubsan tsan clean
 
 # In tests, every local tensor is checked to lie in memory as its spec says, and new memory is filled with NaN.
@@ -18,6 +18,7 @@ help:
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
+	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
 	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -78,6 +79,9 @@ op-db: build
 
 slices: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/slices.py
+
+fuzz-values: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
 
 audit: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md

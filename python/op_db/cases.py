@@ -23,6 +23,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import DecorateInfo, OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
+from oracle import copy_of, same_values
+
 MESHES = ((4,), (2, 2))
 
 #: Numbers of the layouts of a sample: all replicated; 1 + d: dim d sharded; all partial sums; the rest: random mixes, the later ones
@@ -126,17 +128,6 @@ class Inputs:
         return [copy_of(tensor).requires_grad_(grad and wanted) for tensor, wanted in zip(self.tensors, self.requires_grad)]
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides where there can be one."""
-    if tensor.layout != torch.strided:
-        return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor) if is_dense(tensor) else tensor.clone()
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
-
-
 @dataclass
 class Reference:
     """What one way of calling an operator gives on one device."""
@@ -161,18 +152,6 @@ def detached(value: Any) -> Any:
 
 def differentiable_leaves(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def same_values(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
-            return False
-        if a.layout != torch.strided:
-            return same_values(a.to_dense(), b.to_dense())
-        if a.dtype == torch.complex32:  # cannot be compared
-            return same_values(a.to(torch.complex64), b.to(torch.complex64))
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-    return bool(a == b) or (a != a and b != b)
 
 
 def references(op: OpInfo, sample: SampleInput, inputs: Inputs, gradients: bool) -> Iterator[Reference]:
@@ -303,27 +282,3 @@ def case_parts(number: int) -> tuple[int, int, int]:
     return number // LAYOUTS // len(MESHES), number // LAYOUTS % len(MESHES), number % LAYOUTS
 
 
-def local_part(tensor: torch.Tensor, part: int, parts: int, reduction: str, seed: int) -> torch.Tensor:
-    """What one of several holds of a value that is yet to be reduced: exactly `tensor`, whatever the order.
-
-    Of a sum, one has twice the value at each place, and another its negative, so that no operator that takes them for whole
-    values can be right by chance. Others likewise.
-    """
-    if parts == 1:
-        return copy_of(tensor)
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randint(parts, tensor.shape, generator=generator) - part
-    second = (first + torch.randint(1, parts, tensor.shape, generator=generator)) % parts
-    one, none = torch.ones_like(tensor), torch.zeros_like(tensor)
-    values = {  # of the first, of the second, of the others
-        "sum": (tensor * 2, -tensor, none),
-        "avg": (tensor * 2, *2 * (torch.where(first % 2 == 0, tensor * 2, none),)),
-        "product": (tensor * 2, one / 2, one),
-        "max": (tensor, tensor - tensor.abs() - 1, tensor - 1),
-        "min": (tensor, tensor + tensor.abs() + 1, tensor + 1),
-    }[reduction]
-    # Where twice the value is infinite, the first has it all.
-    rest = {"sum": none, "avg": tensor, "product": one, "max": tensor, "min": tensor}[reduction]
-    is_safe = tensor.abs() < torch.finfo(tensor.dtype).max / 16
-    safe = torch.where(first == 0, values[0], torch.where(second == 0, values[1], values[2]))
-    return copy_of(tensor).copy_(torch.where(is_safe, safe, torch.where(first == 0, tensor, rest)))

@@ -1,6 +1,5 @@
 """Runs cases on ranks that are threads, and tells what came of each."""
 
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from tessera import DTensor, Replicate
 
 import cases
 from cases import Inputs, Layout, Reference
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, whole
 
 RANKS = 4
 
@@ -40,65 +40,6 @@ class Outcome:
     message: str = ""
 
 
-class Wrong(Exception):
-    """The operator gave something else than on one device."""
-
-
-@dataclass
-class Tolerance:
-    rtol: float
-    atol: float
-
-    def wider(self) -> "Tolerance":
-        return Tolerance(self.rtol * 10, self.atol * 10)
-
-
-def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bool) -> None:
-    if not isinstance(expected, torch.Tensor):
-        if type(got) is not type(expected):
-            raise Wrong(f"{name} is {type(got).__name__}, not {type(expected).__name__}")
-        is_close = got == expected or (isinstance(got, float) and (math.isclose(got, expected, rel_tol=1e-4) or (got != got and expected != expected)))
-        if values and not is_close:
-            raise Wrong(f"{name} is {got}, not {expected}")
-        return
-    if not isinstance(got, torch.Tensor):
-        raise Wrong(f"{name} is {type(got).__name__}, not a tensor")
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        raise Wrong(f"{name} is {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}")
-    if not values or cases.same_values(got, expected):
-        return
-    if expected.dtype == torch.complex32:
-        got, expected = got.to(torch.complex64), expected.to(torch.complex64)
-    finite = expected[torch.isfinite(expected)].abs() if expected.is_floating_point() or expected.is_complex() else expected[:0]
-    scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
-    try:
-        torch.testing.assert_close(got, expected, rtol=tolerance.rtol, atol=tolerance.atol * scale, equal_nan=True)
-    except AssertionError as error:
-        lines = [line for line in str(error).splitlines() if line and "not close" not in line and "not equal" not in line]
-        raise Wrong(f"{name}: {'; '.join(lines)}") from None
-
-
-def place(tensor: torch.Tensor, mesh: tessera.DeviceMesh, placements: tuple[tessera.Placement, ...], seed: int) -> torch.Tensor:
-    """This rank's part of the tensor, as a distributed one with memory of its own."""
-    index, count, reduction = 0, 1, "sum"
-    for dim, placement in enumerate(placements):
-        if placement.is_partial():
-            index = index * mesh.size(dim) + mesh.get_local_rank(dim)
-            count *= mesh.size(dim)
-            reduction = placement.reduce_op
-    part = cases.local_part(tensor, index, count, reduction, seed)
-    cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-    result = tessera.distribute_tensor(part, mesh, cut, src_data_rank=None)
-    if count == 1:
-        return result
-    return DTensor.from_local(result.to_local(), mesh, placements, shape=tensor.shape, stride=result.stride())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
-
-
 class Ranks:
     """What the ranks of one run share: a board on which each writes what it found, and reads what the others did."""
 
@@ -119,7 +60,7 @@ class Ranks:
         board = self.exchange(rank, (kind, message, random))
         kinds = {found for found, _, _ in board.values()}
         if kinds == {"right"}:
-            is_same = all(map(cases.same_values, board[0][2] or [], random or []))
+            is_same = all(map(same_values, board[0][2] or [], random or []))
             return self.agree(rank, "right" if is_same else "wrong", "random results differ between ranks", None) if random else ("right", "", True)
         if kinds <= {"right", "wrong"}:
             first = next(r for r in range(RANKS) if board[r][0] == "wrong")
@@ -131,10 +72,6 @@ class Ranks:
         if not own:
             return "hung", f"the ranks wait for each other: {next(iter(raised.values()))}", False
         return "wrong", f"on ranks {sorted(own)} alone: {next(iter(own.values()))}", False
-
-
-def is_of_peer(text: str) -> bool:
-    return "cannot complete" in text
 
 
 class Rank:
@@ -204,7 +141,7 @@ class Rank:
     def _forward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
         tessera.manual_seed(0)
         tensors = self._placed(case, grad=reference.way != "out")
-        before = [cases.copy_of(tensor.to_local().detach()) for tensor in tensors]
+        before = [copy_of(tensor.to_local().detach()) for tensor in tensors]
         result = reference.call(tensors, self._out(case, reference))
         state.update(result=result, tensors=tensors)
         leaves, structure = pytree.tree_flatten(result)
@@ -227,7 +164,7 @@ class Rank:
         self._compare_with_first(reference, "result", [*got, *(afterwards[index] for index in sorted(reference.written))], self._tolerance)
         for index, (tensor, local) in enumerate(zip(tensors, before)):
             now, then = (afterwards[index], case.inputs.tensors[index]) if index in afterwards else (tensor.to_local().detach(), local)
-            if index not in reference.written and not cases.same_values(now, then):
+            if index not in reference.written and not same_values(now, then):
                 raise Wrong(f"input {index} was changed")
 
     def _compare_with_first(self, reference: Reference, what: str, found: list[Any], tolerance: Tolerance) -> None:
@@ -261,10 +198,6 @@ class Rank:
                 continue
             compare(name, gradient, expected, self._tolerance.wider(), reference.has_values and not reference.is_random)
         self._compare_with_first(reference, "gradient", got, self._tolerance.wider())
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def run_cases(

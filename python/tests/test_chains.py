@@ -11,22 +11,10 @@ import pytest
 import torch
 
 import tessera
-from tessera import Partial, Replicate, Shard, _StridedShard
+from oracle import random_placements
 
 CHAINS = int(os.environ.get("TESSERA_CHAINS", "120"))
 MESHES = [(4,), (2, 2), (3,)]
-
-
-def random_placements(rng, ndim, mesh, op="sum"):
-    choices = [Replicate()]
-    for dim in range(ndim):
-        choices += [Shard(dim), Shard(dim), _StridedShard(dim, split_factor=rng.choice([2, 3]))]
-    if op:
-        choices += [Partial(rng.choice(["sum", op]))] * 2
-    chosen = [rng.choice(choices) for _ in range(mesh.ndim)]
-    # Partial values of one tensor are all of one kind.
-    kinds = [placement for placement in chosen if placement.is_partial()]
-    return [kinds[0] if placement.is_partial() else placement for placement in chosen]
 
 
 class Step:
@@ -111,7 +99,7 @@ def chain(seed, mesh, told, gradients):
         shape[0] = 0
 
     def distributed(whole, op=None):
-        return tessera.distribute_tensor(whole, mesh, random_placements(rng, whole.dim(), mesh, op))
+        return tessera.distribute_tensor(whole, mesh, random_placements(rng, whole.dim(), mesh.ndim, ["sum", op] if op else []))
 
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     leaf = distributed(whole, op)

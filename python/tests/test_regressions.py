@@ -266,3 +266,36 @@ def test_stacking_many_tensors():
     tensors = [tessera.distribute_tensor(values(3, seed=n), mesh, [Shard(0)], src_data_rank=None) for n in range(1000)]
     assert_whole(torch.stack(tensors), torch.stack([values(3, seed=n) for n in range(1000)]))
     assert_whole(torch.cat(tensors), torch.cat([values(3, seed=n) for n in range(1000)]))
+
+
+REFUSED = {
+    "geometric": lambda x: x.geometric_(-1),
+    "exponential": lambda x: x.exponential_(0),
+    "cauchy": lambda x: x.cauchy_(0, -1),
+    "log_normal": lambda x: x.log_normal_(0, 0),
+    "normal": lambda x: x.normal_(0, -1),
+    "uniform": lambda x: x.uniform_(2, 1),
+    "random": lambda x: x.random_(3, 3),
+    "bernoulli": lambda x: x.bernoulli_(2.0),
+    "dropout": lambda x: torch.dropout(x, 2.0, True),
+    "multinomial": lambda x: torch.multinomial(x.abs(), 9),
+    "exponential dtype": lambda x: x.long().exponential_(),
+    "cauchy dtype": lambda x: x.long().cauchy_(),
+    "geometric dtype": lambda x: x.bool().geometric_(0.5),
+    "normal dtype": lambda x: x.long().normal_(),
+    "uniform dtype": lambda x: x.long().uniform_(),
+    "random dtype": lambda x: x.cfloat().random_(),
+    "bernoulli dtype": lambda x: torch.bernoulli(x.long()),
+    "bernoulli into complex": lambda x: x.cfloat().bernoulli_(torch.full_like(x, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks()
+def test_what_is_refused_has_the_error_of_one_device(name):
+    for mesh in meshes():
+        with pytest.raises(Exception) as expected:
+            REFUSED[name](values(4))
+        with pytest.raises(Exception) as found:
+            REFUSED[name](tessera.distribute_tensor(values(4), mesh, [Shard(0)] * mesh.ndim))
+        assert type(found.value) is type(expected.value), found.value

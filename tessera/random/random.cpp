@@ -42,7 +42,7 @@ at::Tensor randint(int64_t low, int64_t high, c10::IntArrayRef size, const at::T
               Distribution::integers(low, high), generator);
 }
 at::Tensor randperm(int64_t n, const at::TensorOptions& options, Generator generator) {
-  TESSERA_CHECK_VALUE(n >= 0, "randperm: there is no permutation of ", n, " numbers.");
+  TESSERA_CHECK(n >= 0, "randperm: there is no permutation of ", n, " numbers.");
   at::Tensor result = at::empty({n}, options.has_dtype() ? options : options.dtype(at::kLong));
   permutation_into(result, Region::all(result.sizes()), generator.next());
   return result;
@@ -93,13 +93,13 @@ at::Tensor bernoulli(const at::Tensor& p, Generator generator) {
 at::Tensor multinomial(const at::Tensor& weights, int64_t count, bool replacement, Generator generator) {
   const at::NoGradGuard no_grad;
   c10::DimVector shape(weights.sizes());
-  TESSERA_CHECK_VALUE(!shape.empty(), "multinomial: weights have 1 or 2 dims, not 0.");
+  TESSERA_CHECK(!shape.empty(), "multinomial: weights have 1 or 2 dims, not 0.");
   shape.back() = count;
   return multinomial_of(weights, count, replacement, Region::all(shape), generator.next());
 }
 
 at::Tensor dropout(const at::Tensor& input, double p, bool train, Generator generator) {
-  TESSERA_CHECK_VALUE(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
+  TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
   if (!train || p == 0 || input.numel() == 0) return input;
   return std::get<0>(dropout_of(input, p, Region::all(input.sizes()), generator.next()));
 }

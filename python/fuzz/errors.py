@@ -1,0 +1,112 @@
+"""What one device refuses: error inputs of PyTorch's database, samples with a wrong dtype, shape or argument."""
+
+import random
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import SampleInput
+from torch.utils import _pytree as pytree
+
+import cases
+import operators
+from cases import Inputs
+from operators import compute as compute  # the same, of other samples
+
+USES = [cases, operators]
+NAMES = operators.NAMES
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:
+    op = cases.OPS[name]
+    wrong = rng.choice(
+        [*(["listed"] * 3 if op.error_inputs_func else []), "dtype", "dtype", "shape", "argument"]
+    )
+    supported = sorted(op.supported_dtypes("cpu"), key=str)
+    dtype = rng.choice([dtype for dtype in (torch.float32, torch.float64) if dtype in supported] or supported)
+    options = {
+        "name": name,
+        "number": rng.randrange(1000),
+        "dtype": dtype,
+        "wrong": wrong,
+        "seed": rng.randrange(1000),
+    }
+    return options, rng.choice(("gradients", "no_grad")), (0.1, 0.1)
+
+
+def make(name: str, number: int, dtype: torch.dtype, wrong: str, seed: int) -> Any:
+    op = next(op for op in op_db if f"{op.name}.{op.variant_test_name}".rstrip(".") == name)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    rng = random.Random(seed)
+    if wrong == "listed":
+        samples = [each.sample_input for each in op.error_inputs("cpu")]
+        # Resizing it is no error on one device, and impossible for a distributed one.
+        samples = [each for each in samples if "out" not in each.kwargs]
+    else:
+        samples = list(op.sample_inputs("cpu", dtype, requires_grad=False))
+    if not samples:
+        return None
+    sample = samples[number % len(samples)]
+    if wrong != "listed":
+        leaves, structure = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        first, args, kwargs = pytree.tree_unflatten(spoilt(leaves, wrong, rng), structure)
+        sample = SampleInput(first, args=args, kwargs=kwargs)
+    return op, Inputs(sample), lambda result: None, "function"
+
+
+def spoilt(leaves: list[Any], wrong: str, rng: random.Random) -> list[Any]:
+    """The leaves of a sample with one thing that may be wrong."""
+    tensors = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    ]
+    numbers = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, (int, float, str)) and not isinstance(leaf, bool)
+    ]
+    leaves = list(leaves)
+    if wrong == "dtype" and tensors:
+        dtype, only = rng.choice(DTYPES), rng.choice([None, rng.choice(tensors)])
+        for index in tensors if only is None else [only]:
+            if leaves[index].is_floating_point() or only is not None:
+                leaves[index] = leaves[index].detach().to(dtype)
+    elif wrong == "shape" and tensors:
+        index = rng.choice(tensors)
+        tensor = leaves[index].detach()
+        ways = [
+            lambda: tensor.unsqueeze(0),
+            lambda: torch.stack([tensor, tensor], -1),
+            lambda: torch.stack([tensor] * 3),
+        ]
+        if tensor.dim():
+            dim = rng.randrange(tensor.dim())
+            ways += [
+                lambda: torch.cat([tensor, tensor], dim),
+                lambda: tensor.narrow(dim, 0, 0),
+                lambda: tensor.sum(dim).to(tensor.dtype),
+            ]
+        leaves[index] = rng.choice(ways)().contiguous()
+    elif numbers:
+        index = rng.choice(numbers)
+        leaf = leaves[index]
+        leaves[index] = rng.choice(
+            ["no such thing"]
+            if isinstance(leaf, str)
+            else [-leaf - 1, leaf + 7, leaf - 7, 0, None, "no number", 0.5]
+        )
+    return leaves

@@ -3,8 +3,6 @@
 A case is (operator, sample, mesh, layout); its number says all three of the latter and stays the same whatever options a run has.
 """
 
-import contextlib
-import functools
 import itertools
 import random
 import zlib
@@ -16,7 +14,6 @@ from typing import Any
 from tessera import Partial, Placement, Replicate, Shard  # isort: skip
 
 import torch
-from torch.nn.modules import linear_cross_entropy
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_device_type import toleranceOverride
 from torch.testing._internal.common_methods_invocations import op_db
@@ -37,12 +34,6 @@ UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 # The database seeds the generator of this process before each call of a random operator, which ranks that are threads share. They
 # are tried without it.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
-
-for attribute in vars(linear_cross_entropy).values():
-    for cached in vars(attribute).values() if isinstance(attribute, type) else ():
-        if isinstance(cached, functools.cached_property):
-            # Before Python 3.12 its lock is held while the value is computed, and ranks that are threads would wait for each other.
-            cached.lock = contextlib.nullcontext()
 
 #: In float32 even one device is far from right, so that there is nothing to compare with.
 ILL_CONDITIONED = {"logcumsumexp"}

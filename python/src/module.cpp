@@ -26,6 +26,16 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
+std::string why_endless() {
+  const py::gil_scoped_acquire acquire;
+  try {
+    return py::module_::import("tessera._process").attr("why_endless")().cast<std::string>();
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("tessera");
+    return "";
+  }
+}
+
 }  // namespace
 
 }  // namespace tessera::python
@@ -38,7 +48,8 @@ PYBIND11_MODULE(_C, module) {
   tessera::set_blocking_hooks({[]() -> void* { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
                                [](void* state) {
                                  if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-                               }});
+                               },
+                               why_endless});
   py::register_local_exception_translator(&translate);
   bind_placements(module);
   bind_worlds(module);

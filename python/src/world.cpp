@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
 #include <tessera/error.h>
@@ -140,6 +141,14 @@ void bind_worlds(py::module_& module) {
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"));
   module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
+  module.def("shares_process", [] {
+    return has_current_world() && current_world()->is_threads() && current_world()->size() > 1;
+  });
+  module.def(
+      "meet", [](const std::string& what) { current_world()->meet(what); }, py::arg("what"));
+  module.def("enter_dual_level", &enter_dual_level);
+  module.def("exit_dual_level", &exit_dual_level, py::arg("is_failing"));
+  module.def("is_in_dual_level", &is_in_dual_level);
   module.def(
       "get_rank",
       [] {

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tessera import _C
+from tessera import _C, _process
 
 _Result = TypeVar("_Result")
 
@@ -27,7 +27,7 @@ def run(
     """Call ``function(*args)`` on ``world_size`` ranks, which are threads of this process; return what each returned.
 
     If a rank raises, the others stop waiting for it, and its exception is raised here. The caller's grad mode, inference mode
-    and autocast hold on the ranks too.
+    and autocast hold on the ranks too. What is one for the process (the default dtype, say) is changed by all ranks together: docs/threads.md.
 
     ``timeout``: the longest that a rank waits for another, in seconds. ``backend``: what carries the tensors; "threads" by
     default. ``threads_per_rank``: threads that torch uses inside an operator on each rank; by default the cores divided among
@@ -36,7 +36,8 @@ def run(
         >>> tessera.run(2, lambda: tessera.get_rank())
         [0, 1]
     """
-    return _C.run_ranks(world_size, function, args, timeout, backend, threads_per_rank)
+    with _process.shared_by_ranks():
+        return _C.run_ranks(world_size, function, args, timeout, backend, threads_per_rank)
 
 
 def ensure() -> None:

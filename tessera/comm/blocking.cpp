@@ -7,7 +7,9 @@ namespace {
 void* enter_nothing() { return nullptr; }
 void leave_nothing(void* /*state*/) {}
 
-BlockingHooks hooks{enter_nothing, leave_nothing};
+std::string no_reason() { return ""; }
+
+BlockingHooks hooks{enter_nothing, leave_nothing, no_reason};
 
 }  // namespace
 
@@ -15,5 +17,7 @@ void set_blocking_hooks(BlockingHooks given) { hooks = given; }
 
 Blocking::Blocking() : state_(hooks.enter()) {}
 Blocking::~Blocking() { hooks.leave(state_); }
+
+std::string why_endless() { return hooks.why_endless(); }
 
 }  // namespace tessera

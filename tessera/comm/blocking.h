@@ -2,6 +2,8 @@
 
 #include <tessera/export.h>
 
+#include <string>
+
 namespace tessera {
 
 /// What a host language must do around a wait, such as letting go of a lock that others need to get there.
@@ -9,6 +11,9 @@ namespace tessera {
 struct BlockingHooks {
   void* (*enter)() = nullptr;
   void (*leave)(void* state) = nullptr;
+  /// Called, between the two, on a rank that is a thread and whose wait lasts: why it can have no end, as
+  /// other ranks of the process are kept from coming, or "".
+  std::string (*why_endless)() = nullptr;
 };
 
 /// Set once, before ranks wait for one another.
@@ -25,5 +30,8 @@ class TESSERA_API Blocking {
  private:
   void* state_;
 };
+
+/// See BlockingHooks::why_endless.
+std::string why_endless();
 
 }  // namespace tessera

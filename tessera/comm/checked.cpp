@@ -1,6 +1,7 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/call_backend.h>
 #include <tessera/comm/checked.h>
+#include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <bit>
@@ -102,6 +103,9 @@ class CheckedBackend final : public CallBackend {
     at::Tensor input = mine.to(options_.device());
     at::Tensor output = at::empty({getSize() * mine.numel()}, options_);
     const Blocking blocking;
+    const Wait wait(ranks_[getRank()], [this] {
+      return c10::str("to compare its next collective with those of ranks ", c10::IntArrayRef(ranks_));
+    });
     inner_->_allgather_base(output, input)->wait();
     return output.cpu();
   }

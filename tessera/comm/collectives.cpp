@@ -3,9 +3,11 @@
 #include <tessera/comm/observer.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
+#include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <numeric>
+#include <optional>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -170,6 +172,28 @@ std::string failure_beside(const Group& group) {
   }
 }
 
+/// Says so if the wait for work of a transport lasts. (That of ranks that are threads knows more, and says
+/// it.)
+class TransportWait {
+ public:
+  TransportWait(const Group& group, const c10d::Work& work) {
+    const auto type = group->getBackendType();
+    if (type == c10d::ProcessGroup::BackendType::CUSTOM) return;
+    const auto op = work.retrieveOpType();
+    // How many calls this process has made: compare it with what others say.
+    const uint64_t calls =
+        group->backendSupportsSequenceNumbers(type) ? group->getSequenceNumberForGroup() : 0;
+    wait_.emplace(has_current_world() ? get_rank() : group->getRank(), [group, op, calls] {
+      return c10::str("in ", c10d::opTypeToString(op), calls ? c10::str(", call ", calls) : "", " of group ",
+                      group->getGroupName(), ", for one or more of its other ", group->getSize() - 1,
+                      " members");
+    });
+  }
+
+ private:
+  std::optional<Wait> wait_;
+};
+
 }  // namespace
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
@@ -183,6 +207,7 @@ void Pending::wait() {
   const auto work = std::exchange(work_, {});
   try {
     const Blocking blocking;
+    const TransportWait reported(group_, *work);
     work->wait();
   } catch (const std::exception& error) {
     const std::string reason = failure_beside(group_);

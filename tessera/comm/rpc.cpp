@@ -1,5 +1,6 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/rpc.h>
+#include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <atomic>
@@ -63,6 +64,7 @@ std::vector<int64_t> wait_for_all(c10d::Store& store, const std::string& key, in
   std::vector<int64_t> missing;
   try {
     const Blocking blocking;
+    const Wait wait(get_rank(), [&] { return "for all ranks to leave word in the store at " + key; });
     store.wait(keys, timeout);
   } catch (const std::exception&) {
     for (const int64_t rank : c10::irange(size)) {
@@ -301,6 +303,8 @@ c10::IValue rpc_sync(int64_t rank, const std::string& op, std::vector<c10::IValu
   const Milliseconds patience = timeout.value_or(agent->getRpcTimeout());
   torch_rpc::ScriptCall call(operator_of(op), std::move(arguments));
   const Blocking blocking;
+  const Wait wait(agent->getWorkerInfo().id_,
+                  [&] { return c10::str("for worker \"", to.name_, "\" to do ", op); });
   const auto future = agent->send(to, std::move(call).toMessage(), seconds(patience));
   future->wait();
   if (!future->hasError())

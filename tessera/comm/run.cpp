@@ -1,6 +1,8 @@
 #include <tessera/comm/environment.h>
+#include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/threads/hub.h>
+#include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
@@ -40,6 +43,13 @@ class IntraOpThreads {
   int previous_;
 };
 
+/// Sees to it that a rank that ends, or fails, inside a dual level leaves it to the others.
+struct LeavesDualLevel {
+  ~LeavesDualLevel() {
+    if (is_in_dual_level()) exit_dual_level(/*is_failing=*/true);
+  }
+};
+
 /// Where processes leave word that they have ended, so that rank 0, which may keep the store, outlives the
 /// others.
 const std::string kEndedKey = "tessera/ended";
@@ -56,6 +66,7 @@ void run(int64_t world_size, const std::function<void()>& function, const RunOpt
                                     ? options.threads_per_rank
                                     : static_cast<int>(std::max<int64_t>(1, cores / world_size)));
 
+  const threads::RunCount counted;
   auto hub = std::make_shared<threads::Hub>(world_size);
   std::atomic<bool> has_failed{false};
   std::exception_ptr first;
@@ -74,6 +85,11 @@ void run(int64_t world_size, const std::function<void()>& function, const RunOpt
       world.timeout = options.timeout;
       world.hub = hub;
       const WorldScope scope(std::make_shared<World>(std::move(world)));
+      const threads::Roster::OwnThread own(hub->roster(), rank);
+      const LeavesDualLevel leaves;
+      // Autocast's cache of casts is one for the process. Ranks would clear each other's, so that some would
+      // cast again, and communicate for it, where others do not; and its lock is held while it casts.
+      at::autocast::set_autocast_cache_enabled(false);
       function();
       hub->leave(rank);
     } catch (...) {
@@ -107,6 +123,7 @@ void launch(int64_t world_size, const std::function<void()>& function, const Run
     const auto deadline = std::chrono::steady_clock::now() + patience;
     store->add(kEndedKey, 1);
     if (info->rank != 0 || info->agent_store) return;
+    const Wait wait(0, [] { return "at its end, as it keeps the store, for the other ranks to end"; });
     while (store->add(kEndedKey, 0) < info->size && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }

@@ -23,9 +23,9 @@ struct RunOptions {
 };
 
 /// Runs `function` on `world_size` ranks, threads of this process, each with its own current world, and
-/// returns when all have ended. The caller's grad mode, inference mode and autocast hold in them too. If a
-/// rank throws, all others that wait for it get an error that names it and says why, and the first exception
-/// is rethrown here.
+/// returns when all have ended. The caller's grad mode, inference mode and autocast hold in them too (but
+/// autocast caches no casts: see docs/threads.md). If a rank throws, all others that wait for it get an error
+/// that names it and says why, and the first exception is rethrown here.
 TESSERA_API void run(int64_t world_size, const std::function<void()>& function,
                      const RunOptions& options = {});
 

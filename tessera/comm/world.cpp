@@ -3,6 +3,7 @@
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
 #include <tessera/comm/threads/hub.h>
+#include <tessera/comm/waits.h>
 #include <tessera/comm/world.h>
 #include <tessera/error.h>
 
@@ -124,7 +125,12 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
   if (options_.store)
     request.store = c10::make_intrusive<c10d::PrefixStore>("tessera/group/" + request.name, options_.store);
 
+  // Processes wait for each other there.
+  std::optional<Wait> wait;
+  if (!options_.hub)
+    wait.emplace(rank(), [&] { return "to make the group " + request.name + " with its other members"; });
   auto backend = make_backend(key.backend, request);
+  wait.reset();
   if (options_.check_collectives && key.backend != threads::kBackendName && key.backend != "fake") {
     backend = make_checked(std::move(backend), key.ranks, device);
   }
@@ -151,6 +157,13 @@ std::optional<std::vector<int64_t>> World::ranks_of(const Group& group) const {
     if (known == group) return key.ranks;
   }
   return std::nullopt;
+}
+
+void World::meet(const std::string& what) {
+  if (!options_.hub || size() == 1) return;
+  threads::check_only_run(what);
+  const Blocking blocking;
+  options_.hub->meet(rank(), what, timeout());
 }
 
 void World::report_failure(const std::string& reason) {

@@ -90,6 +90,14 @@ class TESSERA_API World {
   /// The ranks of a group that this world made, or nothing if it did not make it.
   std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
 
+  /// On ranks that are threads: waits until all of them are here, all with the same `what`, and is an error
+  /// on all of them if it is another. For changes of what is one for the process, which they have to make
+  /// together. Does nothing on ranks that are processes.
+  void meet(const std::string& what);
+
+  /// What ranks that are threads share; null if they are processes.
+  const std::shared_ptr<threads::Hub>& hub() const { return options_.hub; }
+
   /// Tells all ranks of the world that this one has failed and why. Ranks that are threads stop waiting at
   /// once; processes find the reason beside the error they get from their transport.
   void report_failure(const std::string& reason);

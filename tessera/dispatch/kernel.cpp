@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/irange.h>
@@ -116,6 +117,7 @@ class Kernel final : public c10::OperatorKernel {
         reshapes_in_place_(op.hasTag(at::Tag::inplace_view) && name_ != "aten::detach_"),
         reallocates_(name_.starts_with("aten::resize") || name_.starts_with("aten::set_")),
         is_as_strided_(name_ == "aten::as_strided"),
+        is_cast_(name_ == "aten::_to_copy"),
         is_loss_(name_.starts_with("aten::nll_loss") || name_.starts_with("aten::_softmax") ||
                  name_.starts_with("aten::_log_softmax")) {
     for (const c10::Argument& argument : schema_.arguments()) {
@@ -224,6 +226,7 @@ class Kernel final : public c10::OperatorKernel {
   const bool reshapes_in_place_;
   const bool reallocates_;
   const bool is_as_strided_;
+  const bool is_cast_;
   const bool is_loss_;
   std::optional<size_t> generator_;  // which argument is one
   bool has_out_ = false;
@@ -280,6 +283,8 @@ class OperatorCall {
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     if (kernel_.is_as_strided_) [[unlikely]]
       offset_from_self();
+    if (kernel_.is_cast_) [[unlikely]]
+      check_not_in_cast_cache();
     collect();
     if (!with_dims_.empty()) [[unlikely]]
       replicate_plain();
@@ -326,6 +331,25 @@ class OperatorCall {
       if (arguments_[i].written) write_back(arguments_[i], recipe_->ways[i]);
     }
     wrap();
+  }
+
+  /// Autocast casts float32 leaves with its cache locked, which is one for the process: to wait for other
+  /// ranks there, threads of the same process, would be to wait for ever. `run` therefore turns the cache
+  /// off; this is for those who turned it on.
+  void check_not_in_cast_cache() const {
+    const at::Tensor& tensor = stack_[first_].toTensor();
+    const auto* impl = DTensorImpl::of(tensor);
+    if (!at::autocast::is_autocast_cache_enabled() || !impl || !impl->spec().has_partial() ||
+        tensor.scalar_type() != at::kFloat || !tensor.requires_grad() || !tensor.is_leaf() ||
+        !c10::impl::tls_is_dispatch_key_excluded(
+            at::autocast::get_autocast_dispatch_key_from_device_type(tensor.device().type())) ||
+        !has_current_world() || !current_world()->is_threads())
+      return;
+    TESSERA_CHECK(
+        false, kernel_.name_, ": autocast cannot cast the parameter ", impl->spec(),
+        " of partial values into its cache on ranks that are threads: it is one for the process, and is "
+        "locked while their sum is formed. Leave out cache_enabled=True, or redistribute the parameter "
+        "to Shard or Replicate.");
   }
 
   IValue& argument(size_t position) { return stack_[first_ + position]; }

@@ -2,12 +2,18 @@
 
 #include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
 
+#include <future>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <stdexcept>
+#include <thread>
 
 #include <ATen/ATen.h>
+#include <c10/util/irange.h>
 
 #include "tests/support/ranks.h"
 
@@ -142,6 +148,303 @@ TEST(Failure, ARankThatEndedIsNotWaitedFor) {
     if (get_rank() == 0) comm::recv(at::ones({1}), 1, group).wait();
   });
   EXPECT_THAT(messages[0], HasSubstr("rank 1 has ended"));
+}
+
+// --- Circles ---------------------------------------------------------------------------------------------
+
+Group group_of(std::vector<int64_t> ranks) { return current_world()->group(ranks, at::kCPU); }
+void reduce_in(const Group& group) { comm::all_reduce(at::ones({2}), ReduceOp::SUM, group).wait(); }
+
+TEST(Circle, OfGroupsIsAnErrorAtOnceThatNamesIt) {
+  const auto errors = errors_of(4, [](const Group& world) {
+    const Group left = get_rank() < 2 ? group_of({0, 1}) : nullptr;
+    if (get_rank() == 0) reduce_in(left);
+    if (get_rank() == 1) reduce_in(group_of({1, 2}));
+    if (get_rank() == 2) comm::recv(at::ones({3}), 0, world).wait();
+    if (get_rank() == 3) comm::barrier(world).wait();  // waits for the circle without being of it
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(
+        error,
+        AllOf(HasSubstr("wait for each other"),
+              HasSubstr("rank 0 in all_reduce(sum, Float[2]), collective 1 of group [0, 1], for rank 1"),
+              HasSubstr("rank 1 in all_reduce(sum, Float[2]), collective 1 of group [1, 2], for rank 2"),
+              HasSubstr("rank 2 in recv(Float[3], tag 0) from rank 0, for rank 0")));
+  }
+}
+
+TEST(Circle, OfMessages) {
+  const auto receives =
+      errors_of(2, [](const Group& group) { comm::recv(at::ones({1}), 1 - get_rank(), group).wait(); });
+  for (const auto& error : receives) EXPECT_THAT(error, HasSubstr("wait for each other"));
+  const auto sends = errors_of(2, [](const Group& group) {
+    comm::send(at::ones({1}), 1 - get_rank(), group, /*tag=*/static_cast<int>(get_rank())).wait();
+  });
+  for (const auto& error : sends) EXPECT_THAT(error, HasSubstr("wait for each other"));
+  const auto crossed = errors_of(2, [](const Group& group) {
+    if (get_rank() == 0) comm::send(at::ones({1}), 1, group).wait();
+    if (get_rank() == 1) comm::barrier(group).wait();
+  });
+  for (const auto& error : crossed)
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 0 in send(Float[1], tag 0) to rank 1, for rank 1"),
+                             HasSubstr("rank 1 in barrier()")));
+}
+
+void receive_from_anyone(const Group& group) {
+  comm::Tensors tensors{at::ones({1})};
+  group->recvAnysource(tensors, 0)->wait();
+}
+
+TEST(Circle, OfThoseWhoWouldTakeAnyMessage) {
+  const auto all = errors_of(3, receive_from_anyone);
+  for (const auto& error : all)
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("wait for each other"), HasSubstr("from any rank, for rank 1 or rank 2")));
+  // One who can still send holds them up, and nobody has an error.
+  const auto none = errors_of(3, [](const Group& group) {
+    if (get_rank() > 0) return receive_from_anyone(group);
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    for (const int64_t to : {1, 2}) comm::send(at::ones({1}), to, group).wait();
+  });
+  for (const auto& error : none) EXPECT_EQ(error, "");
+  // Nobody is left who could.
+  const auto alone = errors_of(3, [](const Group& group) {
+    if (get_rank() == 0) receive_from_anyone(group);
+  });
+  EXPECT_THAT(alone[0], HasSubstr("wait for each other, and would for ever:\n  rank 0 in recv"));
+}
+
+TEST(Circle, IsNoneWhereSomethingIsUnderWayOrHasATimeout) {
+  const auto errors = errors_of(2, [](const Group& world) {
+    const Group other = group_of({1, 0});
+    // Both wait in another group than their peer, but all has been posted.
+    at::Tensor a = at::ones({2}), b = at::ones({2});
+    auto first = comm::all_reduce(a, ReduceOp::SUM, world);
+    auto second = comm::all_reduce(b, ReduceOp::SUM, other);
+    if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(120));
+    (get_rank() == 0 ? first : second).wait();
+    (get_rank() == 0 ? second : first).wait();
+    // A receive that is given up in time is no circle.
+    comm::Tensors tensors{at::ones({1})};
+    auto wanted = world->recv(tensors, static_cast<int>(1 - get_rank()), 7);
+    EXPECT_THAT(error_of([&] { wanted->wait(std::chrono::milliseconds(120)); }),
+                HasSubstr("gave up after 120 ms"));
+    comm::barrier(world).wait();
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(Circle, IsNoneWhereAnotherThreadActsForARank) {
+  const auto errors = errors_of(2, [](const Group& world) {
+    const Group other = group_of({1, 0});
+    std::thread helper;
+    if (get_rank() == 0) {
+      std::promise<void> acted;
+      helper = std::thread([&, other] {
+        comm::barrier(other).wait();
+        acted.set_value();
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        comm::barrier(other).wait();
+      });
+      acted.get_future().wait();
+    } else {
+      comm::barrier(other).wait();
+      comm::barrier(other).wait();  // for the helper of rank 0, which itself waits below
+    }
+    comm::barrier(world).wait();
+    if (helper.joinable()) helper.join();
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+/// Programs that end: all ranks go through one list of calls among random ranks in the same order. Whatever
+/// they wait for, however long, and whatever they leave under way, none is told of a circle.
+TEST(Circle, IsNeverSeenInProgramsThatEnd) {
+  constexpr int kRanks = 5;
+  for (const uint64_t seed : c10::irange(4)) {
+    const auto errors = errors_of(kRanks, [&](const Group& world) {
+      std::mt19937_64 common(seed), own(seed * 100 + get_rank());
+      auto draw = [](std::mt19937_64& random, int64_t count) {
+        return static_cast<int64_t>(random() % count);
+      };
+      std::vector<comm::Pending> under_way;
+      for (int step = 0; step < 40; ++step) {
+        if (draw(own, 6) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(draw(own, 90)));
+        std::vector<int64_t> ranks(kRanks);
+        std::iota(ranks.begin(), ranks.end(), 0);
+        std::shuffle(ranks.begin(), ranks.end(), common);
+        ranks.resize(2 + draw(common, kRanks - 1));
+        const int64_t kind = draw(common, 4), from = ranks[0], to = ranks[1];
+        const int64_t elements = draw(common, 8) == 0 ? 100000 : 3;
+        if (std::find(ranks.begin(), ranks.end(), get_rank()) == ranks.end()) continue;
+        if (kind == 0) {
+          if (get_rank() == from) under_way.push_back(comm::send(at::ones({elements}), to, world, step));
+          if (get_rank() == to) under_way.push_back(comm::recv(at::ones({elements}), from, world, step));
+        } else if (kind == 1) {
+          comm::Tensors tensors{at::ones({elements})};
+          if (get_rank() == from) comm::send(tensors[0], to, world, step).wait();
+          if (get_rank() == to) world->recvAnysource(tensors, step)->wait();
+        } else {
+          under_way.push_back(comm::all_reduce(at::ones({elements}), ReduceOp::SUM, group_of(ranks)));
+        }
+        // A send ends when it is received: what is waited for must have been posted by all in the steps so
+        // far.
+        while (!under_way.empty() && (kind == 3 || draw(own, 3) == 0)) {
+          under_way.front().wait();
+          under_way.erase(under_way.begin());
+        }
+      }
+      for (auto& pending : under_way) pending.wait();
+      comm::barrier(world).wait();
+    });
+    for (const auto& error : errors) EXPECT_EQ(error, "") << "seed " << seed;
+  }
+}
+
+// --- What is one for the process
+// ----------------------------------------------------------------------------
+
+TEST(Meet, WaitsForAllRanksAndComparesWhatTheySay) {
+  std::atomic<int> here{0};
+  run(3, [&] {
+    for (int i = 1; i <= 50; ++i) {
+      ++here;
+      current_world()->meet(c10::str("setting ", i));
+      EXPECT_GE(here, 3 * i);
+    }
+  });
+  const auto errors =
+      errors_of(2, [](const Group&) { current_world()->meet(get_rank() ? "x = 1" : "x = 2"); });
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("Rank 0 calls x = 2, but rank 1 calls x = 1"),
+                               HasSubstr("one for the process")));
+  EXPECT_THAT(errors[1], HasSubstr("Rank 1 calls x = 1, but rank 0 calls x = 2"));
+  const auto alone = errors_of(2, [](const Group& group) {
+    if (get_rank() == 0) current_world()->meet("x = 2");
+    comm::barrier(group).wait();
+  });
+  for (const auto& error : alone)
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 0 in x = 2, which all ranks of a process do together"),
+                             HasSubstr("barrier()")));
+  run(2, [] {
+    run(2, [] { EXPECT_THAT(error_of([] { current_world()->meet("x = 2"); }), HasSubstr("runs of ranks")); });
+  });
+}
+
+at::Tensor tangent_of(const at::Tensor& dual) { return std::get<1>(at::_unpack_dual(dual, 0)); }
+
+TEST(ForwardAD, RanksShareTheLevelAndLeaveItTogether) {
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    run(4, [] {
+      const Group group = current_world()->group();
+      for (int i = 0; i < 5; ++i) {
+        at::Tensor kept;
+        {
+          const DualLevel level;
+          EXPECT_TRUE(is_in_dual_level());
+          const auto scale = static_cast<float>(get_rank() + 1);
+          const at::Tensor dual = at::_make_dual(at::ones({2}), at::full({2}, scale), 0);
+          if (get_rank() % 2 == i % 2)
+            comm::barrier(group_of(get_rank() % 2 ? std::vector<int64_t>{1, 3} : std::vector<int64_t>{0, 2}))
+                .wait();
+          kept = dual * dual;
+          comm::barrier(group).wait();
+          EXPECT_TRUE(at::equal(tangent_of(kept), at::full({2}, 2 * scale)));
+        }
+        // As on one device: it is gone.
+        EXPECT_FALSE(kept._fw_grad(0).defined());
+      }
+    });
+  }
+  EXPECT_THAT(error_of([] {
+                const DualLevel level;
+                const DualLevel nested;
+              }),
+              HasSubstr("inside already"));
+}
+
+TEST(ForwardAD, AFailureInsideIsToldAndLeavesNoLevelBehind) {
+  const auto errors = errors_of(2, [](const Group& group) {
+    const DualLevel level;
+    if (get_rank() == 1) throw std::runtime_error("the disk is full");
+    comm::barrier(group).wait();
+  });
+  EXPECT_EQ(errors[1], "the disk is full");
+  EXPECT_THAT(errors[0], HasSubstr("rank 1"));
+  const auto circle = errors_of(2, [](const Group& group) {
+    {
+      const DualLevel level;
+      if (get_rank() == 1) comm::barrier(group).wait();
+    }
+    if (get_rank() == 0) comm::barrier(group).wait();
+  });
+  for (const auto& error : circle)
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("rank 0 at the end of forward-mode AD"), HasSubstr("rank 1 in barrier()")));
+  run(2, [] {
+    const DualLevel level;  // there is none from before
+  });
+}
+
+// --- Waits that last
+// -----------------------------------------------------------------------------------------
+
+RANK_BODY(slow_thread) {
+  run(3, [] {
+    const Group group = current_world()->group();
+    comm::barrier(group).wait();
+    if (get_rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      comm::send(at::ones({1}), 2, group).wait();
+    }
+    if (get_rank() == 2) comm::recv(at::ones({1}), 1, group).wait();
+    reduce_in(group);
+  });
+}
+
+RANK_BODY(slow_process) {
+  launch(1, [] {
+    const Group group = current_world()->group();
+    comm::barrier(group).wait();
+    if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    reduce_in(group);
+  });
+}
+
+support::SpawnOptions reporting_after(const std::string& seconds) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_WAIT_REPORT_SECONDS", seconds}};
+  return options;
+}
+
+int64_t count(const std::string& text, const std::string& part) {
+  int64_t result = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++result;
+  return result;
+}
+
+TEST(Wait, ThatLastsIsReportedOnceForTheProcess) {
+  const auto quick = testing::spawn_ranks("slow_thread", 1, reporting_after("0.4"));
+  testing::expect_ok(quick);
+  const std::string& text = quick[0].output;
+  EXPECT_THAT(
+      text,
+      AllOf(HasSubstr("rank 0 has waited for 0."),
+            HasSubstr("in all_reduce(sum, Float[2]), collective 2 of group [0, 1, 2], for rank 1"),
+            HasSubstr("in recv(Float[1], tag 0) from rank 1, for rank 1"),
+            HasSubstr("rank 1 does not wait, its last was barrier after 1 collectives of group [0, 1, 2]")));
+  EXPECT_GE(count(text, "rank 1 does not wait"), 1);
+  EXPECT_LE(count(text, "rank 1 does not wait"), 3);  // after 0.4 s, and each doubling
+  const auto silent = testing::spawn_ranks("slow_thread", 1, reporting_after("0"));
+  testing::expect_ok(silent);
+  EXPECT_EQ(count(silent[0].output, "has waited"), 0);
+}
+
+TEST(Wait, ThatLastsIsReportedByProcesses) {
+  const auto results = testing::spawn_ranks("slow_process", 2, reporting_after("0.4"));
+  testing::expect_ok(results);
+  EXPECT_THAT(results[0].output, AllOf(HasSubstr("rank 0 has waited for 0."), HasSubstr("in ALLREDUCE"),
+                                       HasSubstr("of group gloo/cpu/0,1")));
+  EXPECT_EQ(count(results[1].output, "has waited"), 0);
 }
 
 /// The same mistake on rank 1, told to both with both sides; then the group still works.

@@ -579,6 +579,26 @@ TEST(DTensorModes, Autocast) {
   });
 }
 
+/// Its cache of casts is one for the process: it is off where ranks are threads, and refused where casts
+/// wait.
+TEST(DTensorModes, AutocastOfPartialLeaves) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Replicate()});
+    const at::Tensor w = DTensor::from_local(numbers({6, 4}, get_rank()), mesh, {Partial()}).detach();
+    w.requires_grad_();
+    EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    const at::Tensor y = at::mm(x, w);
+    expect_close(DTensor(y).full_tensor().to(at::kFloat),
+                 at::mm(numbers({4, 6}), numbers({6, 4}, 0) + numbers({6, 4}, 1)).to(at::kFloat), "autocast");
+    at::autocast::set_autocast_cache_enabled(true);
+    EXPECT_THAT(error_of([&] { at::mm(x, w); }), HasSubstr("on ranks that are threads"));
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  });
+}
+
 /// Shapes and placements without data, to be filled later.
 TEST(DTensorModes, MetaDevice) {
   run(2, [] {

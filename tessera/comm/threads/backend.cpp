@@ -128,7 +128,8 @@ class MessageWork final : public BlockingWork {
 
  protected:
   void complete(milliseconds timeout) override {
-    point_->mailbox.wait(parcel_, sending_, timeout == kNoTimeout ? timeout_ : timeout);
+    const bool is_final = timeout == kNoTimeout;
+    point_->mailbox.wait(parcel_, sending_, is_final ? timeout_ : timeout, is_final);
     at::AutoDispatchBelowAutograd below_autograd;
     if (!sending_ && !given_.is_same(parcel_->tensor)) given_.copy_(parcel_->tensor);
   }

@@ -2,7 +2,11 @@
 #include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
 
+#include <algorithm>
+#include <optional>
+
 #include <c10/util/Exception.h>
+#include <c10/util/irange.h>
 
 namespace tessera::threads {
 
@@ -25,11 +29,13 @@ int64_t chunk_elements(const Task& task) { return std::max<int64_t>(1, kChunkByt
 
 }  // namespace
 
-Exchange::Exchange(std::vector<int64_t> members, bool crowded)
+Exchange::Exchange(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)
     : members_(std::move(members)),
       complete_(static_cast<uint32_t>(members_.size()) + 1),
+      roster_(std::move(roster)),
       room_(crowded),
       posted_(members_.size()),
+      last_(members_.size()),
       left_(members_.size()) {
   for (Slot& slot : slots_) slot.calls.resize(members_.size());
   slot(1).arrived = 1;  // there is none before it
@@ -41,6 +47,7 @@ uint64_t Exchange::post(int64_t member, Call call, std::chrono::milliseconds tim
     wait(member, number - kWindow, timeout,
          [] { return c10::str("a collective posted ", kWindow, " before this one and not yet done"); });
   }
+  acts(member, calls::name(call.kind));
   Slot& mine = slot(number);
   mine.calls[member] = std::move(call);
   posted_[member] = number;
@@ -167,9 +174,17 @@ void Exchange::wait(int64_t member, uint64_t number, std::chrono::milliseconds t
     lost = is_lost(slot(number)) && done_ < number;
     return lost;
   };
-  if (!room_.wait_until(Clock::now() + timeout, done)) {
+  std::optional<Roster::Sleeping> sleeping;
+  auto stalled = [&] {
+    sleeping.emplace(*roster_, Roster::Sleep{.rank = members_[member],
+                                             .where = c10::str("in ", what(), ", collective ", number,
+                                                               " of group ", c10::IntArrayRef(members_), ","),
+                                             .awaited = [this, number] { return awaited(number); },
+                                             .fail = [this](const std::string& reason) { abort(reason); }});
+  };
+  if (!room_.wait_for(timeout, done, stalled)) {
     abort(c10::str("rank ", members_[member], " gave up after ", timeout.count(), " ms of waiting for ",
-                   missing(number)));
+                   missing_text(number)));
     while (!done()) std::this_thread::yield();  // it may have been opened at the last moment
   }
   if (lost) throw_aborted(member, c10::str(what(), " (collective ", number, ")"));
@@ -180,14 +195,35 @@ void Exchange::wait(int64_t member, uint64_t number, std::chrono::milliseconds t
   }
 }
 
-std::string Exchange::missing(uint64_t number) const {
+std::vector<size_t> Exchange::missing(uint64_t number) const {
+  std::vector<size_t> members;
+  for (const size_t i : c10::irange(members_.size())) {
+    if (posted_[i] < number) members.push_back(i);
+  }
+  return members;
+}
+
+std::optional<std::vector<int64_t>> Exchange::awaited(uint64_t number) {
+  if (is_lost(slot(number))) return std::nullopt;
+  std::vector<int64_t> ranks;
+  for (const size_t i : missing(number)) ranks.push_back(members_[i]);
+  return ranks;
+}
+
+std::string Exchange::missing_text(uint64_t number) const {
   std::string text;
-  for (size_t i = 0; i < members_.size(); ++i) {
-    const uint64_t posted = posted_[i];
-    if (posted >= number) continue;
-    text += c10::str(text.empty() ? "rank " : ", rank ", members_[i], " (", posted, " collectives so far)");
+  for (const size_t i : missing(number)) {
+    text +=
+        c10::str(text.empty() ? "rank " : ", rank ", members_[i], " (", posted_[i], " collectives so far)");
   }
   return text.empty() ? "an earlier collective" : text;
+}
+
+std::string Exchange::last_of(int64_t rank) const {
+  const auto member = std::find(members_.begin(), members_.end(), rank) - members_.begin();
+  const char* last = last_[member].load(std::memory_order_relaxed);
+  return c10::str(last ? last : "nothing", " after ", posted_[member], " collectives of group ",
+                  c10::IntArrayRef(members_));
 }
 
 void Exchange::abort(const std::string& reason) {

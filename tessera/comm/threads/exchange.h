@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/comm/call.h>
+#include <tessera/comm/threads/roster.h>
 #include <tessera/comm/threads/wait.h>
 
 #include <array>
@@ -10,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,8 +38,8 @@ class Exchange {
  public:
   using Clock = WaitingRoom::Clock;
 
-  /// `members`: the world ranks, for messages. `crowded`: see WaitingRoom.
-  Exchange(std::vector<int64_t> members, bool crowded);
+  /// `members`: the world ranks. `crowded`: see WaitingRoom.
+  Exchange(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster);
 
   /// Posts the next collective of member `member` and returns its number. Does not wait for anyone, unless
   /// kWindow collectives of this member are still under way.
@@ -59,6 +61,16 @@ class Exchange {
 
   const std::vector<int64_t>& members() const { return members_; }
   WaitingRoom& room() { return room_; }
+  Roster& roster() { return *roster_; }
+  /// Member `member` does `what`, which outlives this: "barrier", "send".
+  void acts(int64_t member, const char* what) {
+    last_[member].store(what, std::memory_order_relaxed);
+    roster_->acts(members_[member], *this);
+  }
+  /// What the member of this world rank did last: "barrier, collective 2 of group [0, 1]".
+  std::string last_of(int64_t rank) const;
+  /// How many collectives the member has posted.
+  uint64_t posted(int64_t member) const { return posted_[member]; }
   bool aborted() const { return aborted_; }
   bool has_left(int64_t member) const;
   /// Throws the error of a member whose `what` cannot be done because the group was aborted.
@@ -99,12 +111,16 @@ class Exchange {
   /// Whether the collective will never be opened, because the group failed first.
   bool is_lost(const Slot& slot) const;
   void abort_if_awaiting_the_departed(uint64_t number);
-  std::string missing(uint64_t number) const;
+  std::vector<size_t> missing(uint64_t number) const;            // members
+  std::optional<std::vector<int64_t>> awaited(uint64_t number);  // see Roster::Sleep
+  std::string missing_text(uint64_t number) const;
 
   const std::vector<int64_t> members_;
   const uint32_t complete_;  // what Slot::arrived is when all have come
+  const std::shared_ptr<Roster> roster_;
   WaitingRoom room_;
-  std::vector<std::atomic<uint64_t>> posted_;  // by member: the number of its last post
+  std::vector<std::atomic<uint64_t>> posted_;   // by member: the number of its last post
+  std::vector<std::atomic<const char*>> last_;  // by member: what it did last
   std::array<Slot, kWindow> slots_;
   alignas(64) std::atomic<uint64_t> done_{0};  // all collectives up to this number are done
 

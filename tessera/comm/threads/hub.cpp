@@ -1,6 +1,9 @@
 #include <tessera/comm/threads/hub.h>
+#include <tessera/error.h>
 
 #include <algorithm>
+#include <atomic>
+#include <numeric>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -19,14 +22,19 @@ void tell_left(MeetingPoint& point, int64_t rank) {
 
 Hub::Hub(int64_t size)
     : crowded_(size > static_cast<int64_t>(std::thread::hardware_concurrency())),
+      roster_(std::make_shared<Roster>(size)),
+      forward_ad_(size, crowded_, *roster_),
+      met_{std::vector<std::string>(size), std::vector<std::string>(size)},
       store_(c10::make_intrusive<c10d::HashStore>()),
       left_(size) {}
+
+Hub::~Hub() { roster_->forget_groups(); }
 
 std::shared_ptr<MeetingPoint> Hub::meeting_point(const std::vector<int64_t>& ranks, const std::string& name) {
   std::lock_guard lock(mutex_);
   auto& point = points_[{ranks, name}];
   if (!point) {
-    point = std::make_shared<MeetingPoint>(ranks, crowded_);
+    point = std::make_shared<MeetingPoint>(ranks, crowded_, roster_);
     if (!failure_.empty()) point->exchange.abort(failure_);
     for (size_t rank = 0; rank < left_.size(); ++rank) {
       if (left_[rank]) tell_left(*point, static_cast<int64_t>(rank));
@@ -40,6 +48,7 @@ void Hub::fail(int64_t rank, const std::string& reason) {
   if (!failure_.empty()) return;
   failure_ = c10::str("rank ", rank, " failed: ", reason);
   for (auto& [key, point] : points_) point->exchange.abort(failure_);
+  forward_ad_.abort(failure_);
 }
 
 std::string Hub::failure() const {
@@ -48,9 +57,44 @@ std::string Hub::failure() const {
 }
 
 void Hub::leave(int64_t rank) {
-  std::lock_guard lock(mutex_);
-  left_[rank] = true;
-  for (auto& [key, point] : points_) tell_left(*point, rank);
+  {
+    std::lock_guard lock(mutex_);
+    left_[rank] = true;
+    for (auto& [key, point] : points_) tell_left(*point, rank);
+  }
+  roster_->leave(rank);
+}
+
+void Hub::meet(int64_t rank, const std::string& what, std::chrono::milliseconds timeout) {
+  std::vector<int64_t> all(left_.size());
+  std::iota(all.begin(), all.end(), 0);
+  Exchange& exchange = meeting_point(all, "meet")->exchange;
+  Call call;
+  call.kind = calls::Collective::barrier;
+  // Those who are not yet through with one meeting still read what was said there when others come to the
+  // next, but not when they come to the one after.
+  auto& said = met_[exchange.posted(rank) % 2];
+  said[rank] = what;
+  const uint64_t number = exchange.post(rank, std::move(call), timeout);
+  exchange.wait(rank, number, timeout, [&] {
+    return what + ", which all ranks of a process do together as it is one for the process";
+  });
+  const auto other = std::find_if(said.begin(), said.end(), [&](const auto& text) { return text != what; });
+  TESSERA_CHECK(other == said.end(), "Rank ", rank, " calls ", what, ", but rank ", other - said.begin(),
+                " calls ", *other,
+                ". Both are one for the process, so ranks that are threads must make the same such calls.");
+}
+
+namespace {
+std::atomic<int> runs{0};
+}
+
+RunCount::RunCount() { ++runs; }
+RunCount::~RunCount() { --runs; }
+
+void check_only_run(const std::string& what) {
+  TESSERA_CHECK(runs <= 1, what, ": it is one for the process, in which ", runs.load(),
+                " runs of ranks as threads are under way. Do it before they start, or use processes.");
 }
 
 }  // namespace tessera::threads

@@ -2,7 +2,10 @@
 
 #include <tessera/comm/threads/exchange.h>
 #include <tessera/comm/threads/mailbox.h>
+#include <tessera/comm/threads/shared_scope.h>
 
+#include <array>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,8 +20,8 @@ inline constexpr const char* kBackendName = "threads";
 
 /// What the members of one group share.
 struct MeetingPoint {
-  MeetingPoint(std::vector<int64_t> members, bool crowded)
-      : exchange(std::move(members), crowded), mailbox(exchange) {}
+  MeetingPoint(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)
+      : exchange(std::move(members), crowded, std::move(roster)), mailbox(exchange) {}
   Exchange exchange;
   Mailbox mailbox;
 };
@@ -28,6 +31,11 @@ struct MeetingPoint {
 class Hub {
  public:
   explicit Hub(int64_t size);
+  ~Hub();
+  Hub(const Hub&) = delete;
+  Hub& operator=(const Hub&) = delete;
+
+  Roster& roster() { return *roster_; }
 
   /// The one meeting point of these ranks in this order; `name` tells apart groups of the same ranks.
   std::shared_ptr<MeetingPoint> meeting_point(const std::vector<int64_t>& ranks, const std::string& name);
@@ -41,13 +49,35 @@ class Hub {
   /// Rank `rank` has ended well: those who wait for it, or ever do, get an error.
   void leave(int64_t rank);
 
+  /// Waits until all ranks are here, all with the same `what`. An error on all of them if they are not.
+  void meet(int64_t rank, const std::string& what, std::chrono::milliseconds timeout);
+
+  /// The scope in which ranks do forward-mode AD.
+  SharedScope& forward_ad() { return forward_ad_; }
+
  private:
   const bool crowded_;
+  const std::shared_ptr<Roster> roster_;
+  SharedScope forward_ad_;
+  std::array<std::vector<std::string>, 2> met_;  // by turns, by rank: what it said at `meet`
   c10::intrusive_ptr<c10d::Store> store_;
   mutable std::mutex mutex_;
   std::map<std::pair<std::vector<int64_t>, std::string>, std::shared_ptr<MeetingPoint>> points_;
   std::string failure_;
   std::vector<bool> left_;
 };
+
+/// While it lives, there is a `run` more in this process.
+class RunCount {
+ public:
+  RunCount();
+  ~RunCount();
+  RunCount(const RunCount&) = delete;
+  RunCount& operator=(const RunCount&) = delete;
+};
+
+/// Throws if several runs are under way in this process, so that `what`, which is one for the process, cannot
+/// be had by the ranks of one of them.
+void check_only_run(const std::string& what);
 
 }  // namespace tessera::threads

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+
+#include <c10/util/irange.h>
 
 namespace tessera::threads {
 
@@ -35,6 +38,7 @@ std::shared_ptr<Parcel> Mailbox::receive(int64_t to, int64_t from, int tag, cons
 }
 
 std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sending) {
+  exchange_.acts(sending ? parcel->from : parcel->to, sending ? "send" : "recv");
   std::shared_ptr<Parcel> other;
   {
     std::lock_guard lock(mutex_);
@@ -74,13 +78,36 @@ void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
   exchange_.room().wake();
 }
 
-void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout) {
+void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout,
+                   bool is_final) {
   const int64_t me = sending ? parcel->from : parcel->to;
   const int64_t peer = sending ? parcel->to : parcel->from;
   const auto& members = exchange_.members();
   auto hopeless = [&] { return exchange_.aborted() || (peer != kAnySource && exchange_.has_left(peer)); };
-  const bool in_time = exchange_.room().wait_until(
-      Exchange::Clock::now() + timeout, [&] { return parcel->state != Parcel::waiting || hopeless(); });
+  auto awaited = [&]() -> std::optional<std::vector<int64_t>> {
+    if (parcel->state != Parcel::waiting || hopeless()) return std::nullopt;
+    std::vector<int64_t> ranks;
+    for (const size_t i : c10::irange(members.size())) {
+      const auto member = static_cast<int64_t>(i);
+      const bool may_match =
+          peer == kAnySource ? member != me && !exchange_.has_left(member) : member == peer;
+      if (may_match) ranks.push_back(members[i]);
+    }
+    return ranks;
+  };
+  std::optional<Roster::Sleeping> sleeping;
+  auto stalled = [&] {
+    sleeping.emplace(exchange_.roster(),
+                     Roster::Sleep{.rank = members[me],
+                                   .where = "in " + parcel->str(members, sending) + ",",
+                                   .awaited = awaited,
+                                   .any = peer == kAnySource,
+                                   .is_final = is_final,
+                                   .fail = [this](const std::string& reason) { exchange_.abort(reason); }});
+  };
+  const bool in_time = exchange_.room().wait_for(
+      timeout, [&] { return parcel->state != Parcel::waiting || hopeless(); }, stalled);
+  sleeping.reset();
   if (parcel->state == Parcel::waiting) {
     Queue& queue = sending ? sent_ : wanted_;
     std::unique_lock lock(mutex_);

@@ -42,8 +42,9 @@ class Mailbox {
   std::shared_ptr<Parcel> receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor);
 
   /// Waits until the parcel has gone over. Throws if the two sides do not fit, the peer has gone or `timeout`
-  /// is over; then the parcel is taken back and its tensor is not touched any more.
-  void wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout);
+  /// is over; then the parcel is taken back and its tensor is not touched any more. `is_final`: see Roster.
+  void wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout,
+            bool is_final);
 
  private:
   using Queue = std::list<std::shared_ptr<Parcel>>;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -29,18 +30,22 @@ class WaitingRoom {
   /// `crowded`: more ranks than cores, so that spinning would keep the awaited rank from running.
   explicit WaitingRoom(bool crowded) : spins_(crowded ? 20 : 200) {}
 
-  /// Returns true once `done()` is true, false if it is not by `deadline`. `done` may do useful work; whoever
-  /// makes it true must call `wake` after.
-  template <class Done>
-  bool wait_until(Clock::time_point deadline, Done&& done) {
+  /// Returns true once `done()` is true, false if it is not within `timeout`. `done` may do useful work;
+  /// whoever makes it true must call `wake` after. `stalled` is called once if it takes longer than
+  /// kPatience.
+  template <class Done, class Stalled>
+  bool wait_for(std::chrono::milliseconds timeout, Done&& done, Stalled&& stalled) {
     for (int i = 0; i < spins_; ++i) {
       if (done()) return true;
       pause_cpu();
     }
-    for (const auto end = Clock::now() + kYielding; Clock::now() < end;) {
+    const auto start = Clock::now();
+    for (const auto end = start + kYielding; Clock::now() < end;) {
       if (done()) return true;
       std::this_thread::yield();
     }
+    const auto deadline = start + timeout;
+    bool has_stalled = false;
     sleepers_.fetch_add(1);
     std::unique_lock lock(mutex_);
     while (true) {
@@ -48,10 +53,16 @@ class WaitingRoom {
       lock.unlock();
       const bool ready = done();
       lock.lock();
-      if (ready || !changed_.wait_until(lock, deadline, [&] { return wakes_ != seen; })) {
+      const auto until = has_stalled ? deadline : std::min(deadline, start + kPatience);
+      if (!ready && changed_.wait_until(lock, until, [&] { return wakes_ != seen; })) continue;
+      if (ready || until == deadline) {
         sleepers_.fetch_sub(1);
         return ready;
       }
+      has_stalled = true;
+      lock.unlock();
+      stalled();
+      lock.lock();
     }
   }
 
@@ -67,6 +78,7 @@ class WaitingRoom {
 
  private:
   static constexpr std::chrono::microseconds kYielding{100};
+  static constexpr std::chrono::milliseconds kPatience{50};
 
   const int spins_;
   std::atomic<int> sleepers_{0};

@@ -1,0 +1,341 @@
+"""What is one for the process, and ranks that are threads of it share: see docs/threads.md.
+
+While such ranks run, some functions of torch and of Python's library are replaced by others, which do on a rank what is right there,
+and elsewhere what they did before.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms
+import torch.autograd.forward_ad
+import torch.autograd.profiler
+
+from tessera import _C
+
+eager_transforms: Any = torch._functorch.eager_transforms
+forward_ad: Any = torch.autograd.forward_ad
+profiler: Any = torch.autograd.profiler
+
+_mutex = threading.Lock()  # never held while a rank waits for another
+_of_thread = threading.local()
+
+#: What is replaced, (owner, name, original), while ranks run; and how many runs there are.
+_replaced: list[tuple[Any, str, Any]] = []
+_runs = 0
+
+
+# --- Settings: changed by all ranks together ------------------------------------------------------------------------------------
+
+#: Functions of torch._C that change a setting of the process, and those that tell its value.
+_SETTINGS: dict[str, str] = {
+    "_set_blas_preferred_backend": "_get_blas_preferred_backend",
+    "_set_cpu_allow_fp16_reduced_precision_reduction": "_get_cpu_allow_fp16_reduced_precision_reduction",
+    "_set_cublas_allow_bf16_reduced_precision_reduction": "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_set_cublas_allow_fp16_accumulation": "_get_cublas_allow_fp16_accumulation",
+    "_set_cublas_allow_fp16_reduced_precision_reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_set_cublas_allow_tf32": "_get_cublas_allow_tf32",
+    "_set_cudnn_allow_tf32": "_get_cudnn_allow_tf32",
+    "_set_cudnn_benchmark": "_get_cudnn_benchmark",
+    "_set_cudnn_deterministic": "_get_cudnn_deterministic",
+    "_set_cudnn_enabled": "_get_cudnn_enabled",
+    "_set_deterministic_algorithms": "_get_deterministic_algorithms",
+    "_set_deterministic_fill_uninitialized_memory": "_get_deterministic_fill_uninitialized_memory",
+    "_set_float32_matmul_precision": "_get_float32_matmul_precision",
+    "_set_linalg_preferred_backend": "_get_linalg_preferred_backend",
+    "_set_math_sdp_allow_fp16_bf16_reduction": "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_set_mkldnn_deterministic": "_get_mkldnn_deterministic",
+    "_set_mkldnn_enabled": "_get_mkldnn_enabled",
+    "_set_nnpack_enabled": "_get_nnpack_enabled",
+    "_set_onednn_allow_tf32": "_get_onednn_allow_tf32",
+    "_set_qengine": "_get_qengine",
+    "_set_sdp_priority_order": "_get_sdp_priority_order",
+    "_set_sdp_use_cudnn": "_get_cudnn_sdp_enabled",
+    "_set_sdp_use_flash": "_get_flash_sdp_enabled",
+    "_set_sdp_use_math": "_get_math_sdp_enabled",
+    "_set_sdp_use_mem_efficient": "_get_mem_efficient_sdp_enabled",
+    "_set_sdp_use_overrideable": "_get_overrideable_sdp_enabled",
+}
+
+
+def _together(name: str, change: Callable[..., Any], is_so: Callable[..., bool]) -> Callable[..., Any]:
+    """`change`, made by all ranks at the same time: before the first makes it all have come here, and none goes on before all have made it.
+
+    So each of them sees the setting change where its program changes it. `is_so`: whether it is as given already.
+    """
+
+    @functools.wraps(change)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if not _C.shares_process() or getattr(_of_thread, "changes", False) or is_so(*args, **kwargs):
+            return change(*args, **kwargs)
+        what = f"{name}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+        _C.meet(what)
+        _of_thread.changes = True
+        try:
+            return change(*args, **kwargs)
+        finally:
+            _of_thread.changes = False
+            _C.meet(what)
+
+    return changed
+
+
+def _share_settings() -> None:
+    def equals(get: Callable[[], Any]) -> Callable[..., bool]:
+        return lambda value: bool(get() == value)
+
+    def is_deterministic(mode: bool, *, warn_only: bool = False) -> bool:
+        return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()) == (mode, warn_only)
+
+    for setter, getter in _SETTINGS.items():
+        change, get = getattr(torch._C, setter, None), getattr(torch._C, getter, None)
+        if change and get:
+            is_so = is_deterministic if setter == "_set_deterministic_algorithms" else equals(get)
+            _replace(torch._C, setter, _together(f"torch._C.{setter}", change, is_so))
+    dtype = torch._C._set_default_dtype
+    _replace(torch._C, "_set_default_dtype", _together("torch.set_default_dtype", dtype, equals(torch.get_default_dtype)))
+    tensor_type = torch._C._set_default_tensor_type
+    _replace(torch._C, "_set_default_tensor_type", _together("torch.set_default_tensor_type", tensor_type, lambda given: False))
+
+    assign: Any = torch.backends.ContextProp.__set__
+
+    def assigned(self: Any, module: Any, value: Any) -> None:  # torch.backends.cudnn.deterministic = ...
+        name = f"torch.backends, {getattr(self.setter, '__name__', 'a flag')}"
+        _together(name, lambda value: assign(self, module, value), equals(self.getter))(value)
+
+    _replace(torch.backends.ContextProp, "__set__", assigned)
+
+
+# --- Anomaly mode: on while one of the ranks has it on ----------------------------------------------------------------------------
+
+#: (whether it is on, whether NaN is an error) on the threads that have said so.
+_anomaly: dict[int, tuple[bool, bool]] = {}
+
+
+def _share_anomaly_mode() -> None:
+    change, is_on, checks = torch.set_anomaly_enabled, torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
+    before = (is_on(), checks())
+    _anomaly.clear()
+
+    def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
+        if not _C.shares_process():
+            return change(enabled, check_nan)
+        with _mutex:
+            _anomaly[threading.get_ident()] = (enabled, check_nan)
+            states = [before, *_anomaly.values()]
+            change(any(on for on, _ in states), any(on and check for on, check in states) or not any(on for on, _ in states))
+
+    def is_anomaly_enabled() -> bool:
+        return _anomaly.get(threading.get_ident(), before)[0] if _C.shares_process() else is_on()
+
+    def is_anomaly_check_nan_enabled() -> bool:
+        return _anomaly.get(threading.get_ident(), before)[1] if _C.shares_process() else checks()
+
+    for owner in (torch, torch._C):
+        _replace(owner, "set_anomaly_enabled", set_anomaly_enabled)
+        _replace(owner, "is_anomaly_enabled", is_anomaly_enabled)
+        _replace(owner, "is_anomaly_check_nan_enabled", is_anomaly_check_nan_enabled)
+    _undo.append(lambda: change(*before) if _anomaly else None)
+
+
+# --- Forward-mode AD: one level, that ranks are in together ------------------------------------------------------------------------
+
+
+def _share_forward_ad() -> None:
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    make, unpack, nest = forward_ad.make_dual, forward_ad.unpack_dual, eager_transforms.jvp_increment_nesting
+
+    def enter_dual_level() -> int:
+        return _C.enter_dual_level() if _C.shares_process() else enter()
+
+    def exit_dual_level(*, level: int | None = None) -> None:
+        _C.exit_dual_level(is_failing=False) if _C.shares_process() else leave(level=level)
+
+    def leave_scope(self: Any, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        _C.exit_dual_level(is_failing=exc_type is not None) if _C.shares_process() else leave()
+
+    def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
+        return make(tensor, tangent, level=0 if level is None and _C.is_in_dual_level() else level)
+
+    def unpack_dual(tensor: torch.Tensor, *, level: int | None = None) -> Any:
+        return unpack(tensor, level=0 if level is None and _C.is_in_dual_level() else level)
+
+    @contextlib.contextmanager
+    def jvp_increment_nesting() -> Iterator[int]:
+        """The level is entered here; torch does so where its count of nested calls, which is one for the process, is 1."""
+        if not _C.shares_process():
+            with nest() as level:
+                yield level
+            return
+        is_outermost = not getattr(_of_thread, "jvp", False)
+        level = eager_transforms._jvp_increment_nesting()
+        try:
+            if is_outermost:
+                _C.enter_dual_level()
+                _of_thread.jvp = True
+            is_failing = True
+            try:
+                yield level
+                is_failing = False
+            finally:
+                if is_outermost:
+                    _of_thread.jvp = False
+                    _C.exit_dual_level(is_failing)
+        finally:
+            eager_transforms._jvp_decrement_nesting()
+
+    _replace(forward_ad, "enter_dual_level", functools.wraps(enter)(enter_dual_level))
+    _replace(forward_ad, "exit_dual_level", functools.wraps(leave)(exit_dual_level))
+    _replace(forward_ad, "make_dual", functools.wraps(make)(make_dual))
+    _replace(forward_ad, "unpack_dual", functools.wraps(unpack)(unpack_dual))
+    _replace(forward_ad.dual_level, "__exit__", leave_scope)
+    _replace(eager_transforms, "jvp_increment_nesting", jvp_increment_nesting)
+
+
+# --- The profiler: for one rank at a time -----------------------------------------------------------------------------------------------
+
+_profiling_rank: int | None = None
+
+
+def _share_profiler() -> None:
+    """Two threads of a process that profile at the same time crash it."""
+    prepare, enable, disable = profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler
+
+    def claimed(start: Callable[..., Any]) -> Callable[..., Any]:
+        def claim(*args: Any, **kwargs: Any) -> Any:
+            global _profiling_rank
+            if _C.shares_process():
+                rank = _C.get_rank()
+                with _mutex:
+                    if _profiling_rank not in (None, rank):
+                        raise RuntimeError(
+                            f"Rank {rank} cannot start the profiler, which is one for the process, while rank {_profiling_rank} is profiled. "
+                            "Profile one of the ranks that are threads, or all of them from around tessera.run."
+                        )
+                    _profiling_rank = rank
+            return start(*args, **kwargs)
+
+        return functools.wraps(start)(claim)
+
+    def release(*args: Any, **kwargs: Any) -> Any:
+        global _profiling_rank
+        result = disable(*args, **kwargs)
+        if _C.shares_process():
+            _profiling_rank = None
+        return result
+
+    _replace(profiler, "_prepare_profiler", claimed(prepare))
+    _replace(profiler, "_enable_profiler", claimed(enable))
+    _replace(profiler, "_disable_profiler", functools.wraps(disable)(release))
+
+
+# --- Python's library ----------------------------------------------------------------------------------------------------------------
+
+
+def _share_cached_properties() -> None:
+    """Before Python 3.12 a lock, one for all objects of a class, is held while the value is computed: ranks that wait for each other there
+    would for ever. On ranks it is done as since then."""
+    get = functools.cached_property.__get__
+    missing = object()
+
+    def unlocked(self: Any, instance: Any, owner: Any = None) -> Any:
+        if instance is None or self.attrname is None or not hasattr(instance, "__dict__") or not _C.shares_process():
+            return get(self, instance, owner)
+        value = instance.__dict__.get(self.attrname, missing)
+        if value is missing:
+            value = self.func(instance)
+            instance.__dict__[self.attrname] = value
+        return value
+
+    _replace(functools.cached_property, "__get__", unlocked)
+
+
+def _share_warnings() -> None:
+    """Filters are one for the process. When the last rank has left `warnings.catch_warnings` they are what they were before the first
+    entered; each by itself would restore what it found, which may be another's."""
+    enter, leave = warnings.catch_warnings.__enter__, warnings.catch_warnings.__exit__
+    inside = 0
+    found: list[Any] = []
+
+    def __enter__(self: Any) -> Any:
+        nonlocal inside, found
+        if not _C.shares_process():
+            return enter(self)
+        with _mutex:
+            if inside == 0:
+                found = [warnings.filters, list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl]  # type: ignore[attr-defined]
+            inside += 1
+            return enter(self)
+
+    def __exit__(self: Any, *exception: Any) -> None:
+        nonlocal inside
+        if not _C.shares_process():
+            return leave(self, *exception)
+        with _mutex:
+            leave(self, *exception)
+            inside -= 1
+            if inside == 0:
+                warnings.filters, content, warnings.showwarning, warnings._showwarnmsg_impl = found  # type: ignore[attr-defined]
+                warnings.filters[:] = content  # type: ignore[index]
+                warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    _replace(warnings.catch_warnings, "__enter__", __enter__)
+    _replace(warnings.catch_warnings, "__exit__", __exit__)
+
+
+def why_endless() -> str:
+    """Why a rank that has been waiting for a while can never be done: called by the library, on that rank."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>" and frame.f_code.co_name == "_load_unlocked":
+            module = getattr(frame.f_locals.get("spec"), "name", "a module")
+            return (
+                f"rank {_C.get_rank()} communicates while it imports {module}. A module is imported once in a process: other ranks, "
+                "which are threads, wait for that and cannot take part. Communicate in a function, which all ranks call"
+            )
+        frame = frame.f_back
+    return ""
+
+
+# --- While ranks run -----------------------------------------------------------------------------------------------------------------
+
+_undo: list[Callable[[], Any]] = []
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, replacement)
+
+
+@contextlib.contextmanager
+def shared_by_ranks() -> Iterator[None]:
+    """Inside, ranks that are threads of this process run."""
+    global _runs, _profiling_rank
+    with _mutex:
+        _runs += 1
+        if _runs == 1:
+            _profiling_rank = None
+            _share_settings()
+            _share_anomaly_mode()
+            _share_forward_ad()
+            _share_profiler()
+            _share_warnings()
+            if sys.version_info < (3, 12):
+                _share_cached_properties()
+    try:
+        yield
+    finally:
+        with _mutex:
+            _runs -= 1
+            if _runs == 0:
+                while _replaced:
+                    owner, name, original = _replaced.pop()
+                    setattr(owner, name, original)
+                while _undo:
+                    _undo.pop()()

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <tessera/export.h>
+
+namespace tessera {
+
+/// Forward-mode AD on ranks: torch::autograd::forward_ad's level, in which dual tensors are made and
+/// unpacked.
+///
+/// libtorch has one level for the process. Ranks that are threads share it: it begins with the first rank
+/// that enters and ends when the last has left, and who leaves waits for that. So tangents of one rank never
+/// end up in another's next level, and none is gone before its rank is through. Ranks that are processes, and
+/// code that is no rank's, have libtorch's level as it is.
+
+/// Its index, for at::_make_dual and at::_unpack_dual. An error if this rank is inside already.
+TESSERA_API uint64_t enter_dual_level();
+
+/// `is_failing`: on the way out with an exception, when this does not wait for other ranks.
+TESSERA_API void exit_dual_level(bool is_failing = false);
+
+/// Whether this rank is inside.
+TESSERA_API bool is_in_dual_level();
+
+/// While it lives, this rank is inside.
+class TESSERA_API DualLevel {
+ public:
+  DualLevel();
+  ~DualLevel() noexcept(false);
+  DualLevel(const DualLevel&) = delete;
+  DualLevel& operator=(const DualLevel&) = delete;
+
+ private:
+  const int exceptions_;
+};
+
+}  // namespace tessera

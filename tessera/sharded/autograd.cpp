@@ -79,6 +79,7 @@ ShardedTensorImpl::Meta& ShardedTensorImpl::meta() {
     made->requires_grad_ = other->requires_grad_;
     made->grad_ = std::move(other->grad_);
     made->hooks_ = std::move(other->hooks_);
+    made->post_acc_grad_hooks_ = std::move(other->post_acc_grad_hooks_);
   }
   known = made.get();
   set_autograd_meta(std::move(made));
@@ -87,7 +88,7 @@ ShardedTensorImpl::Meta& ShardedTensorImpl::meta() {
 
 void ShardedTensorImpl::agree() {
   agree_on_requires_grad();
-  TESSERA_CHECK(meta().hooks_.empty(),
+  TESSERA_CHECK(meta().hooks_.empty() && !meta().post_acc_grad_hooks_,
                 "A hook on a sharded tensor is never called, since gradients come to its local shards: "
                 "register hooks on local_tensors().");
   take_written_grad();

@@ -374,7 +374,7 @@ Tensor limit_norms(const Tensor& weight, const Tensor& indices, double max_norm,
   }
   const auto factors = swap(given, counts, members);
   std::vector<Tensor> by_row;
-  for (const Shard& shard : table.local_shards())
+  for (const LocalShard& shard : table.local_shards())
     by_row.push_back(
         at::ones({shard.tensor.size(0)}, shard.tensor.options().dtype(dtype).requires_grad(false)));
   for (const size_t place : c10::irange(factors.size())) {

@@ -7,7 +7,7 @@ void fill_random(const ShardedTensor& tensor, const random::Distribution& distri
   const Members& members = tensor.process_group();
   const DeviceMesh mesh(tensor.device().type(), {members.size()}, members.ranks(), {}, members.world());
   const random::Draw draw = random::default_generator(mesh).next();
-  for (const Shard& shard : tensor.local_shards()) {
+  for (const LocalShard& shard : tensor.local_shards()) {
     random::Region region;
     region.shape = c10::DimVector(tensor.sizes());
     for (int64_t dim = 0; dim < shard.metadata.dim(); ++dim) {

@@ -48,7 +48,7 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
     if (shard.numel() > 0) by_place[*members.place_of(rank_of(shard.placement, members))].push_back(&shard);
   }
   comm::Tensors flat;
-  for (const Shard& shard : local_shards()) {
+  for (const LocalShard& shard : local_shards()) {
     if (shard.tensor.numel() == 0) continue;
     if (is_destination) {
       part_of_out(shard.metadata).copy_(shard.tensor.to(dtype));

@@ -66,7 +66,7 @@ ShardedTensor made(const char* call, const ShardingSpec& spec, at::IntArrayRef s
 // --- from local shards
 
 /// Throws unless local shards can be part of one tensor, and are this rank's.
-void check_local_shards(const std::vector<Shard>& shards, const Members& members) {
+void check_local_shards(const std::vector<LocalShard>& shards, const Members& members) {
   const at::Tensor& first = shards[0].tensor;
   for (const size_t i : c10::irange(shards.size())) {
     const at::Tensor& tensor = shards[i].tensor;
@@ -203,7 +203,7 @@ ShardedTensor randn(const ShardingSpec& spec, at::IntArrayRef size, const Option
 
 // --- from what ranks have
 
-ShardedTensor init_from_local_shards(std::vector<Shard> local_shards, at::IntArrayRef global_size,
+ShardedTensor init_from_local_shards(std::vector<LocalShard> local_shards, at::IntArrayRef global_size,
                                      const InitOptions& options) {
   log_call("sharded::init_from_local_shards",
            [&] { return c10::str(local_shards.size(), " shards of ", global_size); });
@@ -219,7 +219,7 @@ ShardedTensor init_from_local_shards(std::vector<Shard> local_shards, at::IntArr
       mine.metadata.emplace();
       mine.metadata->size = global_size.vec();
       mine.metadata->tensor_properties = TensorProperties::of(local_shards[0].tensor);
-      for (const Shard& shard : local_shards) mine.metadata->shards_metadata.push_back(shard.metadata);
+      for (const LocalShard& shard : local_shards) mine.metadata->shards_metadata.push_back(shard.metadata);
     }
   } catch (const c10::Error& error) {
     mine.error = error.what_without_backtrace();
@@ -253,7 +253,7 @@ ShardedTensor init_from_local_tensor(const at::Tensor& local_tensor, const Shard
   check_size(global_size, "init_from_local_tensor");
   auto metadata = spec.build_metadata(global_size, TensorProperties::of(local_tensor));
   const Members members(options.process_group, local_tensor.device().type());
-  std::vector<Shard> local_shards;
+  std::vector<LocalShard> local_shards;
   for (ShardMetadata& shard : local_part(metadata.shards_metadata, members)) {
     TESSERA_CHECK_VALUE(local_shards.empty(), "init_from_local_tensor: ", spec, " gives rank ",
                         members.rank(), " more than one shard; use init_from_local_shards.");
@@ -263,7 +263,7 @@ ShardedTensor init_from_local_tensor(const at::Tensor& local_tensor, const Shard
                                                     spec.clone());
 }
 
-ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> local_shards,
+ShardedTensor init_from_local_shards_and_global_metadata(std::vector<LocalShard> local_shards,
                                                          ShardedTensorMetadata metadata,
                                                          const InitOptions& options, ShardingSpecPtr spec) {
   constexpr const char* call = "init_from_local_shards_and_global_metadata";
@@ -277,9 +277,9 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> loca
   const std::vector<ShardMetadata> expected = local_part(shards, *members);
   TESSERA_CHECK(local_shards.size() == expected.size(), call, ": rank ", members->rank(), " has ",
                 local_shards.size(), " local shards, but the metadata says ", expected.size(), ".");
-  std::vector<Shard> in_order(expected.size());
+  std::vector<LocalShard> in_order(expected.size());
   for (const size_t i : c10::irange(local_shards.size())) {
-    Shard& shard = local_shards[i];
+    LocalShard& shard = local_shards[i];
     const at::Tensor& tensor = shard.tensor;
     auto same = [&](const char* what, const auto& said, const auto& actual) {
       TESSERA_CHECK_VALUE(said == actual, call, ": on rank ", members->rank(), " the metadata says ", what,

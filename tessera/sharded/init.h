@@ -45,7 +45,8 @@ inline constexpr int64_t kUnknownSize = -1;
 ///
 /// If a size of `global_size` is unknown, each rank must have exactly one shard, and these lie one after the
 /// other along dim 0, in the order of their ranks: sizes and offsets are found from the tensors.
-TESSERA_API ShardedTensor init_from_local_shards(std::vector<Shard> local_shards, at::IntArrayRef global_size,
+TESSERA_API ShardedTensor init_from_local_shards(std::vector<LocalShard> local_shards,
+                                                 at::IntArrayRef global_size,
                                                  const InitOptions& options = {});
 
 /// The tensor cut by `spec` of which this rank's only shard is `local_tensor`. Nothing is compared between
@@ -56,7 +57,7 @@ TESSERA_API ShardedTensor init_from_local_tensor(const at::Tensor& local_tensor,
 
 /// The tensor that `metadata` describes, of which this rank holds these shards, given in any order. Nothing
 /// is compared between ranks. Without `spec` it is inferred.
-TESSERA_API ShardedTensor init_from_local_shards_and_global_metadata(std::vector<Shard> local_shards,
+TESSERA_API ShardedTensor init_from_local_shards_and_global_metadata(std::vector<LocalShard> local_shards,
                                                                      ShardedTensorMetadata metadata,
                                                                      const InitOptions& options = {},
                                                                      ShardingSpecPtr spec = nullptr);

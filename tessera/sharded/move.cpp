@@ -43,7 +43,7 @@ ShardedTensor moved(const ShardedTensor& tensor, at::Device device, at::ScalarTy
   properties.pin_memory &= device.is_cpu() && !options.copy;
   properties.requires_grad &=
       at::GradMode::is_enabled() && (at::isFloatingType(dtype) || at::isComplexType(dtype));
-  for (const Shard& shard : tensor.local_shards()) {
+  for (const LocalShard& shard : tensor.local_shards()) {
     ShardMetadata metadata = placed(shard.metadata);
     at::Tensor local = shard.tensor.to(at::TensorOptions(dtype).device(metadata.placement->device()),
                                        options.non_blocking, options.copy, options.memory_format);
@@ -52,7 +52,7 @@ ShardedTensor moved(const ShardedTensor& tensor, at::Device device, at::ScalarTy
   if (tensor.local_shards().empty())
     state.anchor = tensor.local_tensors()[0].to(at::TensorOptions(dtype).device(device), options.non_blocking,
                                                 options.copy);
-  for (const Shard& shard : state.local_shards) properties.pin_memory = shard.tensor.is_pinned();
+  for (const LocalShard& shard : state.local_shards) properties.pin_memory = shard.tensor.is_pinned();
 
   // Chunks stay chunks; whatever else it was, all shards are known by name.
   const auto* chunks = dynamic_cast<const ChunkShardingSpec*>(&tensor.sharding_spec());

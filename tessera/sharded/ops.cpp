@@ -60,7 +60,7 @@ Tensor drawn(const Tensor& tensor, const random::Distribution& distribution,
              const std::optional<at::Generator>& generator, const Function& function) {
   if (generator) return written(tensor, function);
   // As any write: refused where autograd could not tell of it.
-  for (const Shard& shard : ShardedTensor(tensor).local_shards()) {
+  for (const LocalShard& shard : ShardedTensor(tensor).local_shards()) {
     TESSERA_CHECK(!shard.tensor.requires_grad() || !at::GradMode::is_enabled(),
                   "A sharded tensor that requires grad can only be filled under a NoGradGuard.");
   }

@@ -22,7 +22,7 @@ std::vector<at::Tensor> local_tensors(const NamedParameters& named) {
       result.push_back(parameter);
       continue;
     }
-    for (const Shard& shard : ShardedTensor(parameter).local_shards()) result.push_back(shard.tensor);
+    for (const LocalShard& shard : ShardedTensor(parameter).local_shards()) result.push_back(shard.tensor);
   }
   return result;
 }
@@ -33,7 +33,7 @@ std::string names_of(const NamedParameters& named) {
   for (const auto& [name, parameter] : named) {
     out << name << ' ' << parameter.sizes();
     if (ShardedTensor::is_sharded_tensor(parameter)) {
-      for (const Shard& shard : ShardedTensor(parameter).local_shards()) out << ' ' << shard.metadata;
+      for (const LocalShard& shard : ShardedTensor(parameter).local_shards()) out << ' ' << shard.metadata;
     }
     out << '\n';
   }

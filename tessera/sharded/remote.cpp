@@ -39,8 +39,8 @@ Offer from_bytes(std::string_view bytes) {
 
 }  // namespace
 
-Shard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) const {
-  Shard shard;  // not checked: its placement is where it came from
+LocalShard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) const {
+  LocalShard shard;  // not checked: its placement is where it came from
   shard.tensor = tensor_.fetch(timeout);
   shard.metadata = metadata_;
   return shard;
@@ -48,13 +48,13 @@ Shard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) con
 
 rpc::RRef RemoteShard::rref() const { return tensor_.rref(); }
 
-SharedShards share_shards(const std::vector<Shard>& local_shards, const Members& members) {
+SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members) {
   SharedShards result;
   if (!members.is_member()) return result;
   const bool is_threads = members.world()->is_threads();
   std::vector<at::Tensor> tensors;
   Offer mine;
-  for (const Shard& shard : local_shards) {
+  for (const LocalShard& shard : local_shards) {
     tensors.push_back(shard.tensor);
     mine.shards.push_back(shard.metadata);
   }

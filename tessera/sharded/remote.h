@@ -29,7 +29,7 @@ class TESSERA_API RemoteShard {
   /// A copy of what it holds now, in CPU memory. Only this rank has to call it; if the owner writes into the
   /// shard meanwhile, the copy may be partly old and partly new. Throws if the owner has no such tensor any
   /// more, has died, or does not answer in time (by default within the timeout of `init_rpc`).
-  Shard to_here(std::optional<std::chrono::milliseconds> timeout = {}) const;
+  LocalShard to_here(std::optional<std::chrono::milliseconds> timeout = {}) const;
   /// libtorch's own reference to the shard's tensor, which keeps it on its owner. Between processes only.
   rpc::RRef rref() const;
 
@@ -49,7 +49,7 @@ struct SharedShards {
 
 /// Tells all members of this rank's shards, and is told of theirs. Collective over the members; throws on all
 /// of them if one has no RPC and needs it. Nothing on other ranks.
-SharedShards share_shards(const std::vector<Shard>& local_shards, const Members& members);
+SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members);
 
 /// The (global) rank that a placement names. Throws if it names none, or one that is not among the members.
 int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);

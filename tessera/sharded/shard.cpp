@@ -3,7 +3,8 @@
 
 namespace tessera::sharded {
 
-Shard::Shard(at::Tensor data, ShardMetadata where) : tensor(std::move(data)), metadata(std::move(where)) {
+LocalShard::LocalShard(at::Tensor data, ShardMetadata where)
+    : tensor(std::move(data)), metadata(std::move(where)) {
   TESSERA_CHECK_VALUE(tensor.defined(), "The shard ", metadata, " has no tensor.");
   TESSERA_CHECK_VALUE(tensor.sizes() == c10::IntArrayRef(metadata.shard_sizes), "The tensor of the shard ",
                       metadata, " has size ", tensor.sizes(), ".");
@@ -12,7 +13,8 @@ Shard::Shard(at::Tensor data, ShardMetadata where) : tensor(std::move(data)), me
                       ", not on the device of its placement.");
 }
 
-Shard Shard::from_tensor_and_offsets(at::Tensor tensor, std::vector<int64_t> offsets, int64_t rank) {
+LocalShard LocalShard::from_tensor_and_offsets(at::Tensor tensor, std::vector<int64_t> offsets,
+                                               int64_t rank) {
   TESSERA_CHECK_VALUE(tensor.defined(), "A shard at ", c10::IntArrayRef(offsets), " needs a tensor.");
   ShardMetadata metadata(std::move(offsets), tensor.sizes().vec(), RemoteDevice(rank, tensor.device()));
   return {std::move(tensor), std::move(metadata)};

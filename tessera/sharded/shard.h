@@ -9,18 +9,18 @@
 
 namespace tessera::sharded {
 
-/// One box of a sharded tensor with its data.
-struct TESSERA_API Shard {
+/// One box of a sharded tensor with its data: PyTorch's Shard, which here is a placement (placement.h).
+struct TESSERA_API LocalShard {
   at::Tensor tensor;
   ShardMetadata metadata;
 
-  Shard() = default;
+  LocalShard() = default;
   /// Throws unless the tensor has the size that the metadata says, and lies on the device of its placement,
   /// if it has one.
-  Shard(at::Tensor tensor, ShardMetadata metadata);
+  LocalShard(at::Tensor tensor, ShardMetadata metadata);
 
   /// A shard of its size, at that place, on its device of that (global) rank.
-  static Shard from_tensor_and_offsets(at::Tensor tensor, std::vector<int64_t> offsets, int64_t rank);
+  static LocalShard from_tensor_and_offsets(at::Tensor tensor, std::vector<int64_t> offsets, int64_t rank);
 };
 
 }  // namespace tessera::sharded

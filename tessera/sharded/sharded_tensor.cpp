@@ -67,7 +67,7 @@ template <class Version>
 c10::intrusive_ptr<c10::TensorImpl> ShardedTensorImpl::copy(Version&& version_counter,
                                                             bool allow_tensor_metadata_change) const {
   ShardedTensorState state = state_;
-  for (Shard& shard : state.local_shards) shard.tensor = shard.tensor.detach();
+  for (LocalShard& shard : state.local_shards) shard.tensor = shard.tensor.detach();
   if (state.anchor.defined()) state.anchor = state.anchor.detach();
   state.metadata.tensor_properties.requires_grad = false;
   auto impl = c10::make_intrusive<ShardedTensorImpl>(std::move(state));
@@ -137,7 +137,7 @@ ShardedTensor with_local_tensors(const ShardedTensor& like, std::vector<at::Tens
   state.metadata.tensor_properties = properties ? *properties : TensorProperties::of(tensors[0]);
   if (state.local_shards.empty()) state.anchor = tensors[0];
   for (size_t i = 0; i < state.local_shards.size(); ++i)
-    state.local_shards[i] = Shard(std::move(tensors[i]), std::move(state.local_shards[i].metadata));
+    state.local_shards[i] = LocalShard(std::move(tensors[i]), std::move(state.local_shards[i].metadata));
   return make_sharded_tensor(std::move(state));
 }
 
@@ -150,7 +150,7 @@ at::Tensor empty_part(c10::IntArrayRef size, at::ScalarType dtype, at::Device de
 std::vector<at::Tensor> ShardedTensorState::local_tensors() const {
   if (local_shards.empty()) return {anchor};
   std::vector<at::Tensor> result;
-  for (const Shard& shard : local_shards) result.push_back(shard.tensor);
+  for (const LocalShard& shard : local_shards) result.push_back(shard.tensor);
   return result;
 }
 
@@ -175,7 +175,7 @@ std::vector<at::Tensor> local_tensors_as(const std::vector<ShardMetadata>& tilin
                 *state.spec, "; reshard it.");
   if (own == tiling || state.local_shards.empty()) return state.local_tensors();
   std::unordered_multimap<ShardMetadata, at::Tensor> locals;
-  for (const Shard& shard : state.local_shards) locals.emplace(shard.metadata, shard.tensor);
+  for (const LocalShard& shard : state.local_shards) locals.emplace(shard.metadata, shard.tensor);
   std::vector<at::Tensor> result;
   for (const ShardMetadata& shard : tiling) {
     const auto found = locals.find(shard);
@@ -209,7 +209,7 @@ bool ShardedTensor::is_sharded_tensor(const at::Tensor& tensor) {
 const ShardedTensorMetadata& ShardedTensor::metadata() const { return state_of(*this).metadata; }
 const ShardingSpec& ShardedTensor::sharding_spec() const { return *state_of(*this).spec; }
 const ShardingSpecPtr& ShardedTensor::sharding_spec_ptr() const { return state_of(*this).spec; }
-const std::vector<Shard>& ShardedTensor::local_shards() const { return state_of(*this).local_shards; }
+const std::vector<LocalShard>& ShardedTensor::local_shards() const { return state_of(*this).local_shards; }
 const Members& ShardedTensor::process_group() const { return *state_of(*this).members; }
 const MembersPtr& ShardedTensor::process_group_ptr() const { return state_of(*this).members; }
 bool ShardedTensor::init_rrefs() const { return state_of(*this).init_rrefs; }

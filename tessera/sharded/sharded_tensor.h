@@ -44,7 +44,7 @@ class TESSERA_API ShardedTensor : public at::Tensor {
   const ShardingSpec& sharding_spec() const;
   const ShardingSpecPtr& sharding_spec_ptr() const;
   /// What this rank holds; may be none. They are the tensor's own: writes into them write into it.
-  const std::vector<Shard>& local_shards() const;
+  const std::vector<LocalShard>& local_shards() const;
   /// The tensor of the only shard of this rank. Throws if it has none or several.
   const at::Tensor& local_tensor() const;
   /// The tensors of the local shards; on a rank that has none, an empty tensor in their place. A loss made of

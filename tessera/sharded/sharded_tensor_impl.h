@@ -11,7 +11,7 @@ namespace tessera::sharded {
 struct ShardedTensorState {
   ShardedTensorMetadata metadata;
   ShardingSpecPtr spec;
-  std::vector<Shard> local_shards;
+  std::vector<LocalShard> local_shards;
   MembersPtr members;
   bool init_rrefs = false;
   SharedShards shared = {};  // if init_rrefs

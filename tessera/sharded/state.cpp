@@ -74,7 +74,7 @@ std::string ShardedTensor::to_bytes() const {
   out.put(sharding_spec().str());
   out.put(static_cast<int8_t>(init_rrefs()));
   out.put(static_cast<int64_t>(local_shards().size()));
-  for (const Shard& shard : local_shards()) {
+  for (const LocalShard& shard : local_shards()) {
     out.put(shard.metadata.to_bytes());
     write_tensor(out, shard.tensor);
   }
@@ -91,7 +91,7 @@ ShardedTensor ShardedTensor::from_bytes(std::string_view bytes) {
   ShardingSpecPtr spec =
       parse_sharding_spec(in.get_text());  // null if of a class of the user's: then it is inferred
   const bool init_rrefs = in.get<int8_t>() != 0;
-  std::vector<Shard> local_shards;
+  std::vector<LocalShard> local_shards;
   for (int64_t count = in.get_count(1); count > 0; --count) {
     ShardMetadata where = ShardMetadata::from_bytes(in.get_text());
     at::Tensor tensor = read_tensor(in);

@@ -48,7 +48,7 @@ std::vector<std::shared_ptr<const ShardingSpec>> specs() {
 
 /// The gradient of the whole table, of which each rank holds the parts that its shards got.
 void expect_gradient(const ShardedTensor& weight, const at::Tensor& expected, const std::string& what) {
-  for (const Shard& shard : weight.local_shards()) {
+  for (const LocalShard& shard : weight.local_shards()) {
     if (shard.tensor.numel() == 0) continue;
     ASSERT_TRUE(shard.tensor.grad().defined()) << what;
     expect_close(shard.tensor.grad(),
@@ -193,7 +193,7 @@ TEST(ShardedEmbedding, MaxNorm) {
         const ShardedTensor weight = shard_tensor(table(), *spec);
         const at::Tensor actual = F::embedding(indices(rank, 1), weight, options);
         expect_close(actual, at::embedding(plain, indices(rank, 1)), spec->str());
-        for (const Shard& shard : weight.local_shards())
+        for (const LocalShard& shard : weight.local_shards())
           expect_close(shard.tensor, part(plain, shard.metadata.shard_offsets, shard.metadata.shard_sizes),
                        spec->str());
       });

@@ -163,7 +163,7 @@ TEST(ShardModule, TrainsAsThePlainOne) {
           expect_close(parameter.detach(), expected, name);
           continue;
         }
-        for (const Shard& shard : ShardedTensor(parameter).local_shards())
+        for (const LocalShard& shard : ShardedTensor(parameter).local_shards())
           expect_close(shard.tensor.detach(),
                        part(expected, shard.metadata.shard_offsets, shard.metadata.shard_sizes), name);
       }
@@ -205,7 +205,7 @@ void expect_same_values(const torch::nn::Module& model, const torch::nn::Module&
   for (const auto& [name, parameter] : named_params_with_sharded_tensor(model)) {
     const at::Tensor expected = plain.named_parameters()[name].detach();
     if (ShardedTensor::is_sharded_tensor(parameter)) {
-      for (const Shard& shard : ShardedTensor(parameter).local_shards())
+      for (const LocalShard& shard : ShardedTensor(parameter).local_shards())
         expect_close(shard.tensor.detach(),
                      part(expected, shard.metadata.shard_offsets, shard.metadata.shard_sizes), what + name);
     } else {
@@ -256,7 +256,7 @@ TEST(ShardModule, GradientsCanBeClippedByValue) {
     torch::nn::utils::clip_grad_value_(plain.parameters(), 0.05);
     torch::nn::utils::clip_grad_value_(model.parameters(), 0.05);
     const ShardedTensor items(model.items->weight);
-    for (const Shard& shard : items.local_shards())
+    for (const LocalShard& shard : items.local_shards())
       expect_close(shard.tensor.grad(),
                    part(plain.items->weight.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
                    "clipped");
@@ -584,7 +584,7 @@ TEST(ShardedState, TensorsComeBack) {
       EXPECT_TRUE(loaded.sharding_spec() == tensor.sharding_spec());
       EXPECT_TRUE(loaded.requires_grad());
       EXPECT_TRUE(at::equal(loaded, tensor));
-      for (const Shard& shard : loaded.local_shards()) EXPECT_TRUE(shard.tensor.is_leaf());
+      for (const LocalShard& shard : loaded.local_shards()) EXPECT_TRUE(shard.tensor.is_leaf());
     }
   });
 }

@@ -132,7 +132,7 @@ TEST(ShardedOps, NewOnesLikeAnother) {
     const at::Tensor tensor = rand(chunks(0, {1, 0, 1}), {7, 3}, {.dtype = at::kDouble});
     auto all = [](const at::Tensor& like, double value) {
       bool same = true;
-      for (const Shard& shard : ShardedTensor(like).local_shards())
+      for (const LocalShard& shard : ShardedTensor(like).local_shards())
         same &= (shard.tensor == value).all().item<bool>();
       return same;
     };
@@ -228,7 +228,7 @@ TEST(ShardedOps, PointwiseOnesComputeOnLocalShards) {
         EXPECT_EQ(actual.scalar_type(), expected.scalar_type());
         EXPECT_EQ(actual.requires_grad(), expected.requires_grad());
         auto close = [](const ShardedTensor& parts, const at::Tensor& all) {
-          for (const Shard& shard : parts.local_shards()) {
+          for (const LocalShard& shard : parts.local_shards()) {
             const at::Tensor mine =
                 testing::part(all, shard.metadata.shard_offsets, shard.metadata.shard_sizes);
             EXPECT_TRUE(at::allclose(shard.tensor.detach(), mine)) << shard.metadata;

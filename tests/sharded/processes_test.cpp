@@ -45,7 +45,7 @@ RANK_BODY(sample) {
     expect_error<c10::ValueError>(
         [&] {
           init_from_local_shards(
-              {Shard::from_tensor_and_offsets(at::ones({2, rank == 1 ? 3 : 4}), {2 * rank, 0}, rank)},
+              {LocalShard::from_tensor_and_offsets(at::ones({2, rank == 1 ? 3 : 4}), {2 * rank, 0}, rank)},
               {8, 4});
         },
         {"none holds element [2, 3]"});
@@ -59,7 +59,7 @@ RANK_BODY(sample) {
     at::Tensor counts = at::zeros({9});
     for (int64_t each = 0; each < 4; ++each)
       counts += at::bincount(at::remainder(at::arange(5) * (each + 1), 9), {}, 9);
-    for (const Shard& shard : weight.local_shards())
+    for (const LocalShard& shard : weight.local_shards())
       expect_close(
           shard.tensor.grad(),
           part(counts.unsqueeze(1).expand({9, 4}), shard.metadata.shard_offsets, shard.metadata.shard_sizes),

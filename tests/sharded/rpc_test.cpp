@@ -30,7 +30,7 @@ void barrier() { comm::barrier(current_world()->group()).wait(); }
 
 /// The same tensor as its parts on three ranks; each part is a tensor of its own.
 ShardedTensor cut(const at::Tensor& whole, const ShardingSpec& spec, const Ranks& ranks = {}) {
-  std::vector<Shard> mine;
+  std::vector<LocalShard> mine;
   const auto metadata = spec.build_metadata(whole.sizes(), TensorProperties::of(whole));
   for (const ShardMetadata& shard : metadata.shards_metadata) {
     const auto rank = shard.placement->rank() ? shard.placement->rank()
@@ -48,7 +48,7 @@ int64_t expect_remote_parts(const ShardedTensor& tensor, const at::Tensor& whole
   for (const auto& [owner, shards] : tensor.remote_shards()) {
     for (const RemoteShard& shard : shards) {
       EXPECT_EQ(shard.owner(), owner);
-      const Shard here = shard.to_here();
+      const LocalShard here = shard.to_here();
       EXPECT_EQ(here.metadata, shard.metadata());
       const at::Tensor expected = part(whole, here.metadata.shard_offsets, here.metadata.shard_sizes);
       EXPECT_TRUE(here.tensor.equal(expected)) << here.metadata << "\n" << here.tensor;
@@ -83,7 +83,7 @@ void on_three_ranks() {
   // Other orders of local shards than the metadata's.
   const auto spec = chunks(0, {0, 0, 1, 2});
   const auto metadata = spec.build_metadata({4, 6}, TensorProperties());
-  std::vector<Shard> mine;
+  std::vector<LocalShard> mine;
   for (auto shard = metadata.shards_metadata.rbegin(); shard != metadata.shards_metadata.rend(); ++shard) {
     if (shard->placement->rank() == rank)
       mine.emplace_back(part(whole, shard->shard_offsets, shard->shard_sizes), *shard);

@@ -60,7 +60,7 @@ at::Tensor part(const at::Tensor& whole, const std::vector<int64_t>& offsets,
 }
 
 void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& whole) {
-  for (const sharded::Shard& shard : tensor.local_shards()) {
+  for (const sharded::LocalShard& shard : tensor.local_shards()) {
     const auto& [offsets, sizes] = std::tie(shard.metadata.shard_offsets, shard.metadata.shard_sizes);
     EXPECT_TRUE(at::equal(shard.tensor.detach(), part(whole, offsets, sizes))) << shard.metadata;
     EXPECT_TRUE(shard.tensor.is_contiguous()) << shard.metadata;

@@ -215,14 +215,14 @@ TEST(ShardedTensorFromLocalShards, FindsTheWhole) {
   on_ranks(4, [](int64_t rank) {
     const at::Tensor whole = whole_tensor({10, 6});
     // A grid, two shards a rank, on one rank none.
-    std::vector<Shard> shards;
+    std::vector<LocalShard> shards;
     if (rank == 0) {
-      shards.push_back(Shard::from_tensor_and_offsets(part(whole, {0, 0}, {5, 2}), {0, 0}, 0));
-      shards.push_back(Shard::from_tensor_and_offsets(part(whole, {5, 0}, {5, 6}), {5, 0}, 0));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 0}, {5, 2}), {0, 0}, 0));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {5, 0}, {5, 6}), {5, 0}, 0));
     } else if (rank == 2) {
-      shards.push_back(Shard::from_tensor_and_offsets(part(whole, {0, 2}, {5, 3}), {0, 2}, 2));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 2}, {5, 3}), {0, 2}, 2));
     } else if (rank == 3) {
-      shards.push_back(Shard::from_tensor_and_offsets(part(whole, {0, 5}, {5, 1}), {0, 5}, 3));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 5}, {5, 1}), {0, 5}, 3));
     }
     const ShardedTensor tensor = init_from_local_shards(shards, {10, 6});
     EXPECT_EQ(tensor.metadata().shards_metadata.size(), 4);
@@ -238,7 +238,7 @@ TEST(ShardedTensorFromLocalShards, KnowsChunks) {
     const at::Tensor whole = whole_tensor({10, 6});
     const int64_t place = (rank + 1) % 4, size = place < 3 ? 3 : 1;  // permuted
     const ShardedTensor tensor = init_from_local_shards(
-        {Shard::from_tensor_and_offsets(part(whole, {3 * place, 0}, {size, 6}), {3 * place, 0}, rank)},
+        {LocalShard::from_tensor_and_offsets(part(whole, {3 * place, 0}, {size, 6}), {3 * place, 0}, rank)},
         {10, 6});
     EXPECT_TRUE(tensor.sharding_spec() == chunks(0, {3, 0, 1, 2})) << tensor.sharding_spec();
   });
@@ -247,8 +247,8 @@ TEST(ShardedTensorFromLocalShards, KnowsChunks) {
 TEST(ShardedTensorFromLocalShards, FindsUnknownSizes) {
   on_ranks(4, [](int64_t rank) {
     const at::Tensor local = at::full({rank + 1, 3}, rank, at::kFloat);
-    const ShardedTensor tensor = init_from_local_shards({Shard::from_tensor_and_offsets(local, {0, 0}, rank)},
-                                                        {kUnknownSize, kUnknownSize});
+    const ShardedTensor tensor = init_from_local_shards(
+        {LocalShard::from_tensor_and_offsets(local, {0, 0}, rank)}, {kUnknownSize, kUnknownSize});
     EXPECT_EQ(tensor.sizes(), at::IntArrayRef({10, 3}));
     EXPECT_EQ(tensor.local_shards()[0].metadata.shard_offsets[0], rank * (rank + 1) / 2);
     const at::Tensor gathered = tensor.gather(0);
@@ -256,8 +256,8 @@ TEST(ShardedTensorFromLocalShards, FindsUnknownSizes) {
       EXPECT_TRUE(at::equal(gathered.select(1, 0), at::tensor({0, 1, 1, 2, 2, 2, 3, 3, 3, 3}, at::kFloat)));
     expect_error<c10::ValueError>(
         [&] {
-          std::vector<Shard> shards;
-          if (rank > 0) shards.push_back(Shard::from_tensor_and_offsets(local, {0, 0}, rank));
+          std::vector<LocalShard> shards;
+          if (rank > 0) shards.push_back(LocalShard::from_tensor_and_offsets(local, {0, 0}, rank));
           init_from_local_shards(shards, {kUnknownSize, 3});
         },
         {"one shard"});
@@ -267,19 +267,20 @@ TEST(ShardedTensorFromLocalShards, FindsUnknownSizes) {
 /// What one rank gives that does not fit, and what all ranks must then say.
 struct Wrong {
   const char* name;
-  std::function<std::vector<Shard>(int64_t rank)> shards;
+  std::function<std::vector<LocalShard>(int64_t rank)> shards;
   std::vector<std::string_view> says;
   std::vector<int64_t> size = {8, 4};
 };
 
-Shard rows(int64_t rank, at::Tensor tensor, std::vector<int64_t> offsets) {
-  return Shard::from_tensor_and_offsets(std::move(tensor), std::move(offsets), rank);
+LocalShard rows(int64_t rank, at::Tensor tensor, std::vector<int64_t> offsets) {
+  return LocalShard::from_tensor_and_offsets(std::move(tensor), std::move(offsets), rank);
 }
 
 /// Four ranks with two rows each, of which one rank's are replaced.
-std::function<std::vector<Shard>(int64_t)> with(int64_t culprit, std::function<std::vector<Shard>()> its) {
+std::function<std::vector<LocalShard>(int64_t)> with(int64_t culprit,
+                                                     std::function<std::vector<LocalShard>()> its) {
   return [=](int64_t rank) {
-    return rank == culprit ? its() : std::vector<Shard>{rows(rank, at::ones({2, 4}), {2 * rank, 0})};
+    return rank == culprit ? its() : std::vector<LocalShard>{rows(rank, at::ones({2, 4}), {2 * rank, 0})};
   };
 }
 
@@ -291,7 +292,7 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
               return std::vector{rows(1, at::ones({2, 4}), {1, 0})};
             }),
        {"overlap"}},
-      {"gap", with(1, [] { return std::vector<Shard>{}; }), {"none holds element [2, 0]"}},
+      {"gap", with(1, [] { return std::vector<LocalShard>{}; }), {"none holds element [2, 0]"}},
       {"beyond",
        with(3,
             [] {
@@ -345,7 +346,7 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
       {"sparse",
        with(1,
             [] {
-              std::vector<Shard> shards(1);
+              std::vector<LocalShard> shards(1);
               shards[0].tensor = at::ones({2, 4}).to_sparse();
               shards[0].metadata = {{2, 0}, {2, 4}, "rank:1/cpu"};
               return shards;
@@ -354,7 +355,7 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
       {"wrong size",
        with(2,
             [] {
-              std::vector<Shard> shards{rows(2, at::ones({2, 4}), {4, 0})};
+              std::vector<LocalShard> shards{rows(2, at::ones({2, 4}), {4, 0})};
               shards[0].metadata.shard_sizes = {2, 3};
               return shards;
             }),
@@ -362,7 +363,7 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
       {"wrong device",
        with(2,
             [] {
-              std::vector<Shard> shards{rows(2, at::ones({2, 4}), {4, 0})};
+              std::vector<LocalShard> shards{rows(2, at::ones({2, 4}), {4, 0})};
               shards[0].metadata.placement = "rank:2/cuda:0";
               return shards;
             }),
@@ -370,14 +371,14 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
       {"no placement",
        with(2,
             [] {
-              std::vector<Shard> shards{rows(2, at::ones({2, 4}), {4, 0})};
+              std::vector<LocalShard> shards{rows(2, at::ones({2, 4}), {4, 0})};
               shards[0].metadata.placement = std::nullopt;
               return shards;
             }),
        {"on rank 2", "needs a placement"}},
-      {"no tensor", with(2, [] { return std::vector<Shard>(1); }), {"on rank 2", "no tensor"}},
+      {"no tensor", with(2, [] { return std::vector<LocalShard>(1); }), {"on rank 2", "no tensor"}},
       {"dims", with(2, [] { return std::vector{rows(2, at::ones({8}), {0})}; }), {"number of dims"}},
-      {"nothing", [](int64_t) { return std::vector<Shard>{}; }, {"no rank"}},
+      {"nothing", [](int64_t) { return std::vector<LocalShard>{}; }, {"no rank"}},
   };
   on_ranks(4, [&](int64_t rank) {
     for (const Wrong& wrong : cases) {
@@ -396,15 +397,19 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
 }
 
 TEST(ShardedTensorFromLocalShards, ShardsAreChecked) {
-  expect_error<c10::ValueError>([] { Shard(at::ones({2, 4}), ShardMetadata({0, 0}, {2, 3})); }, {"[2, 4]"});
-  expect_error<c10::ValueError>([] { Shard(at::ones({2}), ShardMetadata({0}, {2}, "rank:0/cuda:0")); },
+  expect_error<c10::ValueError>(
+      [] {
+        LocalShard(at::ones({2, 4}), ShardMetadata({0, 0}, {2, 3}));
+      },
+      {"[2, 4]"});
+  expect_error<c10::ValueError>([] { LocalShard(at::ones({2}), ShardMetadata({0}, {2}, "rank:0/cuda:0")); },
                                 {"cpu"});
   expect_error<c10::ValueError>(
       [] {
-        Shard::from_tensor_and_offsets(at::ones({2}), {0, 0}, 0);
+        LocalShard::from_tensor_and_offsets(at::ones({2}), {0, 0}, 0);
       },
       {"offsets"});
-  EXPECT_EQ(Shard::from_tensor_and_offsets(at::ones({2}), {4}, 3).metadata,
+  EXPECT_EQ(LocalShard::from_tensor_and_offsets(at::ones({2}), {4}, 3).metadata,
             ShardMetadata({4}, {2}, "rank:3/cpu"));
 }
 
@@ -440,7 +445,7 @@ TEST(ShardedTensorFromMetadata, IsChecked) {
     const auto spec = chunks(0, {0, 1});
     const ShardedTensorMetadata metadata = spec.build_metadata({4, 2}, {});
     auto shards = [&](at::Tensor tensor) {
-      std::vector<Shard> result(1);
+      std::vector<LocalShard> result(1);
       result[0].tensor = std::move(tensor);
       result[0].metadata = metadata.shards_metadata[rank];
       return result;
@@ -448,7 +453,8 @@ TEST(ShardedTensorFromMetadata, IsChecked) {
     auto make = init_from_local_shards_and_global_metadata;
     const ShardedTensor tensor = make(shards(at::ones({2, 2})), metadata, {}, nullptr);
     EXPECT_TRUE(tensor.sharding_spec() == spec);
-    auto fails = [&](std::vector<Shard> given, const ShardedTensorMetadata& said, std::string_view part) {
+    auto fails = [&](std::vector<LocalShard> given, const ShardedTensorMetadata& said,
+                     std::string_view part) {
       EXPECT_NE(error_of([&] { make(given, said, {}, nullptr); }).find(part), std::string::npos) << part;
     };
     fails({}, metadata, "has 0 local shards, but the metadata says 1");
@@ -481,7 +487,7 @@ TEST(ShardedTensorFromMetadata, ShardsComeInAnyOrder) {
     const at::Tensor whole = whole_tensor({4, 2});
     ShardedTensorMetadata metadata = chunks(0, {0, 1, 1, 0}).build_metadata({4, 2}, {});
     metadata.tensor_properties.dtype = whole.scalar_type();
-    std::vector<Shard> shards;
+    std::vector<LocalShard> shards;
     for (const ShardMetadata& each : metadata.shards_metadata) {
       if (each.placement->rank() == rank)
         shards.insert(shards.begin(), {part(whole, each.shard_offsets, each.shard_sizes), each});
@@ -627,7 +633,7 @@ TEST(ShardedTensorReshard, AllDtypes) {
          {at::kBool, at::kChar, at::kHalf, at::kBFloat16, at::kLong, at::kDouble, at::kComplexFloat}) {
       const at::Tensor whole = at::remainder(at::arange(20), 2).view({4, 5}).to(dtype);
       const ShardedTensor cut = chunks(0, {0, 1}).shard(whole).reshard(chunks(1, {1, 0}));
-      const Shard& shard = cut.local_shards()[0];
+      const LocalShard& shard = cut.local_shards()[0];
       EXPECT_TRUE(
           at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
           << dtype;
@@ -644,11 +650,11 @@ TEST(ShardedTensorReshard, IsDifferentiable) {
     const ShardedTensor cut = tensor.reshard(chunks(1, {3, 2, 1, 0}));
     EXPECT_TRUE(cut.requires_grad());
     at::Tensor loss = at::zeros({});
-    for (const Shard& shard : cut.local_shards())
+    for (const LocalShard& shard : cut.local_shards())
       loss = loss +
              (shard.tensor * part(weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes)).sum();
     loss.backward();
-    for (const Shard& shard : tensor.local_shards())
+    for (const LocalShard& shard : tensor.local_shards())
       EXPECT_TRUE(at::equal(shard.tensor.grad(),
                             part(weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes)));
   });
@@ -682,7 +688,7 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
         EXPECT_TRUE(cut.requires_grad() && !cut.is_leaf());
         loss_of(cut).backward({}, /*retain_graph=*/true);
         EXPECT_TRUE(tensor.grad().defined());
-        for (const Shard& shard : tensor.local_shards())
+        for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
                        part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
                        "shards");
@@ -690,7 +696,7 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
         tensor.mutable_grad().reset();
         const ShardedTensor gradient = chunks(1, after).shard(3 * whole.detach().square() * weights);
         at::Tensor(cut).backward(gradient);
-        for (const Shard& shard : tensor.local_shards())
+        for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
                        part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes), "whole");
         EXPECT_THROW(at::Tensor(cut).backward(at::ones({6, 5})), c10::Error);
@@ -706,7 +712,7 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
     at::Tensor sum = at::zeros({});
     for (const at::Tensor& each : first) sum = sum + each.sum();
     sum.backward();
-    for (const Shard& shard : tensor.local_shards())
+    for (const LocalShard& shard : tensor.local_shards())
       expect_close(
           shard.tensor.grad(),
           part(6 * whole.detach() * weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes),
@@ -865,7 +871,7 @@ TEST(RemoteShards, AreReachedBetweenThreads) {
       EXPECT_EQ(shards.size(), owner == 1 ? 2 : 1);
       for (const auto& shard : shards) {
         EXPECT_EQ(shard.owner(), owner);
-        const Shard here = shard.to_here();
+        const LocalShard here = shard.to_here();
         EXPECT_EQ(here.metadata, shard.metadata());
         EXPECT_TRUE(at::equal(here.tensor, at::ones({2, 2})));
       }

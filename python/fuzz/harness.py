@@ -72,13 +72,9 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
     found: list[tuple[str, Any]] = []
 
     def out(name: str, value: Any, may_be_plain: bool = not tessera._C.is_rank_thread()) -> None:
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not may_be_plain
-        found.append(
-            (
-                f"plain {name}" if is_plain else name,
-                whole(value) if isinstance(value, torch.Tensor) else value,
-            )
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        is_plain = is_tensor and not isinstance(value, DTensor) and not may_be_plain
+        found.append((f"plain {name}" * is_plain or name, whole(value).clone() if is_tensor else value))
 
     try:
         with context(mode):
@@ -115,14 +111,11 @@ def together(
         device_mesh = tessera.init_device_mesh("cpu", mesh)
 
         def distribute(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            if placements.get(name) is None:
-                return copy_of(tensor.detach()).requires_grad_(tensor.requires_grad)
-            found = laid(
-                tensor.detach(),
-                memory.get(name, ""),
-                lambda each: place(each, device_mesh, placements[name], len(name)),
-            )
-            return found.requires_grad_(tensor.requires_grad)
+            def placed(each: torch.Tensor) -> torch.Tensor:
+                given = placements.get(name)
+                return copy_of(each) if given is None else place(each, device_mesh, given, len(name))
+
+            return laid(tensor.detach(), memory.get(name, ""), placed).requires_grad_(tensor.requires_grad)
 
         with implicit_replication():
             return recorded(compute, made, mode, distribute)

@@ -9,6 +9,7 @@ from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.utils import _pytree as pytree
 
 from harness import Out, Place, differentiate
+from tessera import DTensor
 
 USES: list[Any] = []
 MODULES = {info.name: info for info in module_db}
@@ -70,6 +71,7 @@ def compute(made: Any, place: Place, out: Out) -> None:
     module, args, kwargs, orders = made
     module = copy.deepcopy(module)
     tensors = distribute(module, place)
+    are_plain = {name: not isinstance(buffer, DTensor) for name, buffer in module.named_buffers()}
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -79,7 +81,7 @@ def compute(made: Any, place: Place, out: Out) -> None:
     for number, leaf in enumerate(results):
         out(f"result {number}", leaf)
     for name, buffer in module.named_buffers():
-        out(name, buffer)
+        out(name, buffer, are_plain.get(name, False))
     differentiate(results, tensors, orders, place, out)
 
 

@@ -28,19 +28,22 @@ MEMORY = (
 )
 COMPLEX_MEMORY = (*MEMORY, "conjugated", "locally conjugated")
 
-#: Memory that operators are not tried with.
+#: Memory with which one device is no measure of an operator.
 UNFIT = {
-    # Of columns or rows that are all the same their results are noise.
+    # Of columns or rows that are all the same the results are noise; it writes into expanded memory, with a warning.
     "expanded": (
         *("linalg.*", "svd*", "pca_lowrank", "eig*", "lu*", "cholesky*", "ormqr", "geqrf", "qr", "pinverse"),
-        *("logdet", "det", "slogdet"),
+        *("logdet", "det", "slogdet", "masked_fill"),
     ),
     # Conjugating a distributed tensor is not lazy, so that nothing has to be refused.
     "conjugated": ("view_as_real",),
+    # One device loses what is written into running statistics.
+    "negated": ("*batch_norm*",),
+    "locally negated": ("*batch_norm*",),
 }
 
-#: One device refuses a result that is not contiguous.
-NOT_INTO = ("matmul",)
+#: Operators that read memory as it lies, or that one device refuses if it is not contiguous.
+OF_MEMORY = ("as_strided*", "kron", "matmul", "native_group_norm", "split_with_sizes_copy")
 
 NAMES = [
     name
@@ -66,9 +69,11 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
         *(["out"] if op.supports_out else []),
     ]
     way = rng.choice(ways)
-    if (name, way) in exceptions.MAY_REFUSE or (way == "out" and name in NOT_INTO):
+    if (name, way) in exceptions.MAY_REFUSE:
         way = "function"
     mode = rng.choice(MODES)
+    if mode == "autocast" and dtype is torch.float16:
+        mode = "no_grad"  # to bfloat16, libtorch itself refuses to join them, as ranks have to
     options = {
         "name": name,
         "number": rng.randrange(1000),
@@ -92,7 +97,7 @@ def memory_of(options: dict[str, Any], tensor: torch.Tensor, rng: random.Random)
     if not tensor.dim() or not tensor.numel() or rng.random() < 0.4:
         return ""
     found = rng.choice(COMPLEX_MEMORY if tensor.is_complex() else MEMORY)
-    if any(fnmatch.fnmatch(options["name"], each) for each in UNFIT.get(found, ())):
+    if any(fnmatch.fnmatch(options["name"], each) for each in (*OF_MEMORY, *UNFIT.get(found, ()))):
         return ""
     return "" if "negated" in found and not (tensor.is_floating_point() or tensor.is_complex()) else found
 
@@ -149,7 +154,7 @@ def compute(made: Any, place: Place, out: Out) -> None:
         with torch.no_grad():
             inputs.call(op.op, tensors, out=given[0] if len(given) == 1 else tuple(given))
         for number, leaf in enumerate(given):
-            out(f"out {number}", leaf)
+            out(f"out {number}", leaf, not isinstance(leaf, DTensor))
     for name, tensor in placed.items():
         out(f"{name} afterwards", tensor, not isinstance(tensor, DTensor))
     differentiate(process(result), placed, 2, place, out)

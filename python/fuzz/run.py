@@ -33,7 +33,7 @@ import torch  # noqa: E402
 
 import harness  # noqa: E402
 import script  # noqa: E402
-from oracle import Wrong, first_line, random_placements  # noqa: E402
+from oracle import SUMMABLE, Wrong, first_line, random_placements  # noqa: E402
 from script import Case  # noqa: E402
 from tessera import Partial, Replicate, Shard  # noqa: E402
 
@@ -50,21 +50,14 @@ LIMIT = 120
 def reductions_of(tensor: torch.Tensor, mode: str) -> list[str]:
     """The kinds of partial values that it can be made of."""
     # Autocast casts parameters with a lock held that all ranks share, so what has to be reduced first is refused.
-    if mode == "autocast" or tensor.dtype not in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    ):
+    if mode == "autocast" or tensor.dtype not in SUMMABLE:
         return []
     return ["sum", "sum", "avg", "product", *([] if tensor.is_complex() else ["max", "min"])]
 
 
 def is_argument(name: str) -> bool:
-    """Not the weight of a gradient."""
-    return not name.startswith("weight ")
+    """What a result is distributed for. Not the weight of a gradient, nor what a result is written into."""
+    return not name.startswith(("weight ", "out "))
 
 
 def drawn(kind: str, name: str, seed: int) -> Case | None:
@@ -81,24 +74,13 @@ def drawn(kind: str, name: str, seed: int) -> Case | None:
     }
     if rng.random() < 0.3 and any("." in name for name in seen):
         placements |= {name: None for name in placements if name.startswith("input")}
-    memory = (
+    ways = (
         {name: module.memory_of(options, each, rng) for name, each in seen.items()}
         if hasattr(module, "memory_of")
         else {}
     )
-    return (
-        Case(
-            kind,
-            options,
-            mode,
-            tolerance,
-            mesh,
-            placements,
-            {name: way for name, way in memory.items() if way},
-        )
-        if seen
-        else None
-    )
+    memory = {name: way for name, way in ways.items() if way}
+    return Case(kind, options, mode, tolerance, mesh, placements, memory) if seen else None
 
 
 def outcome(case: Case) -> str:

@@ -20,7 +20,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import DecorateInfo, OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
-from oracle import copy_of, same_values
+from oracle import SUMMABLE, copy_of, same_values
 
 MESHES = ((4,), (2, 2))
 
@@ -40,9 +40,6 @@ ILL_CONDITIONED = {"logcumsumexp"}
 
 #: Of all samples, if it is set.
 only_dtype: torch.dtype | None = None
-
-#: What can be held as a sum. Smaller floats cannot be added.
-SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 Layout = tuple[tuple[Placement, ...], ...]  # of each tensor, for each mesh dim
 

@@ -11,6 +11,10 @@ import tessera
 from tessera import DTensor, Partial, Placement, Replicate, Shard, _StridedShard
 
 
+#: What can be held as a sum. Smaller floats cannot be added.
+SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+
+
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides where there can be one."""
     if tensor.layout != torch.strided:

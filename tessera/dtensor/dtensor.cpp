@@ -457,7 +457,7 @@ DTensor randint(int64_t low, int64_t high, c10::IntArrayRef shape, const DeviceM
 }
 
 DTensor randperm(int64_t n, const DeviceMesh& mesh, Placements placements, at::TensorOptions options) {
-  TESSERA_CHECK_VALUE(n >= 0, "randperm: there is no permutation of ", n, " numbers.");
+  TESSERA_CHECK(n >= 0, "randperm: there is no permutation of ", n, " numbers.");
   return drawn({n}, mesh, placements, of_integers(options), random::permutation_into);
 }
 

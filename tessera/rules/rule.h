@@ -139,6 +139,9 @@ struct Rule {
   /// The operator may draw random numbers, and the rule sees to it that these do not depend on the placement,
   /// or proposes something only where none are drawn.
   bool for_random = false;
+  /// The operator can be tried on tensors of one element, to find out which dtypes it takes: it reads no
+  /// sizes or positions from its arguments that it would trust, and draws no random numbers.
+  bool can_be_tried = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

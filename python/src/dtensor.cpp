@@ -3,6 +3,11 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/error.h>
 
+#include <map>
+
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+
 #include "bindings.h"
 
 namespace tessera::python {
@@ -69,6 +74,44 @@ class Scope {
 };
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
 using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication, bool>;
+
+/// Copies of distributed tensors that share memory, and are views, as those do that they are copies of.
+class Copies {
+ public:
+  at::Tensor copy(const at::Tensor& tensor) {
+    const DTensorImpl& impl = *DTensorImpl::of(DTensor(tensor));
+    const at::Tensor& local = impl.local();
+    const auto found = copies_.try_emplace(local.storage().unsafeGetStorageImpl()).first;
+    Copy& copy = found->second;
+    if (!copy.of) {
+      copy.of = local.storage();
+      const auto bytes = static_cast<int64_t>(local.storage().nbytes());
+      const at::Tensor all = at::empty({0}, local.options().dtype(at::kByte));
+      copy.storage = at::clone(at::Tensor(all).set_(local.storage(), 0, {bytes}, {1})).storage();
+    }
+    at::Tensor memory = at::empty({0}, local.options());
+    memory.set_(copy.storage, local.storage_offset(), local.sizes(), local.strides());
+    at::Tensor result = make_dtensor(std::move(memory), impl.spec());
+    DTensorImpl& made = *DTensorImpl::of(result);
+    if (copy.first.defined()) made.share_writes(*DTensorImpl::of(copy.first));
+    copy.first = result;
+    if (const auto& origin = impl.origin()) {
+      at::Tensor base = this->copy(origin->base);
+      const uint64_t writes = DTensorImpl::of(base)->writes();
+      made.set_origin(std::make_shared<const DTensorImpl::Origin>(
+          DTensorImpl::Origin{std::move(base), origin->write, origin->read, writes}));
+    }
+    return result;
+  }
+
+ private:
+  struct Copy {
+    c10::Storage of;  // kept, so that its address stays its own
+    c10::Storage storage;
+    at::Tensor first;
+  };
+  std::map<const c10::StorageImpl*, Copy> copies_;
+};
 
 ImplicitCommunication to_mode(const std::string& name) {
   if (name == "allowed") return ImplicitCommunication::allowed;
@@ -154,6 +197,9 @@ void bind_dtensors(py::module_& module) {
       py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"),
       py::arg("layout"), py::arg("requires_grad"));
 
+  py::class_<Copies>(module, "Copies")
+      .def(py::init<>())
+      .def("copy", &Copies::copy, py::arg("tensor"), Release());
   py::class_<ReplicationScope>(module, "ImplicitReplicationScope")
       .def(py::init<>())
       .def("enter", &ReplicationScope::enter)

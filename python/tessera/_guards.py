@@ -9,7 +9,7 @@ from tessera import _C
 
 @contextlib.contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors among distributed ones are taken to be the same on all ranks, instead of being an error."""
+    """Inside, plain tensors among distributed ones are taken to be the same on all ranks, instead of being an error. Those that are written get the full value."""
     scope = _C.ImplicitReplicationScope()
     scope.enter()
     try:

@@ -1,12 +1,18 @@
 """What users of distributed tensors elsewhere met: refused, or silently wrong. Each against one device."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import tessera
 from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import DTensor, Partial, Replicate, Shard
+from tessera.experimental import implicit_replication
 
 
 def partial(whole, mesh):
@@ -268,7 +274,7 @@ def test_stacking_many_tensors():
     assert_whole(torch.cat(tensors), torch.cat([values(3, seed=n) for n in range(1000)]))
 
 
-REFUSED = {
+DRAWS = {
     "geometric": lambda x: x.geometric_(-1),
     "exponential": lambda x: x.exponential_(0),
     "cauchy": lambda x: x.cauchy_(0, -1),
@@ -290,12 +296,260 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", DRAWS)
 @on_ranks()
-def test_what_is_refused_has_the_error_of_one_device(name):
+def test_draws_that_one_device_refuses(name):
     for mesh in meshes():
         with pytest.raises(Exception) as expected:
-            REFUSED[name](values(4))
+            DRAWS[name](values(4))
         with pytest.raises(Exception) as found:
-            REFUSED[name](tessera.distribute_tensor(values(4), mesh, [Shard(0)] * mesh.ndim))
+            DRAWS[name](tessera.distribute_tensor(values(4), mesh, [Shard(0)] * mesh.ndim))
         assert type(found.value) is type(expected.value), found.value
+
+
+REFUSED = {
+    "softmax of integers": lambda x: x.long().softmax(0),
+    "log_softmax of integers": lambda x: x.long().log_softmax(0),
+    "argmax of bools": lambda x: (x > 0).argmax(0),
+    "argmin of bools": lambda x: (x > 0).argmin(),
+    "cumsum of a dim that is not there": lambda x: x.cumsum(2),
+    "logcumsumexp of integers": lambda x: x.long().logcumsumexp(0),
+    "std of integers": lambda x: x.long().std(0),
+    "topk of complex numbers": lambda x: torch.complex(x, x).topk(2, 0),
+    "median of complex numbers": lambda x: torch.complex(x, x).median(),
+    "more than there are": lambda x: x.topk(9, 0),
+    "erfinv, on ranks that hold nothing": lambda x: torch.complex(x, x)[:2].erfinv(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks()
+def test_what_one_device_refuses(name):
+    """On every rank, with the same error, however often."""
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        REFUSED[name](values(8, 3))
+    for mesh in meshes():
+        for placements in placements_of(values(8, 3), mesh, partial=False):
+            x = tessera.distribute_tensor(values(8, 3), mesh, placements)
+            for _ in range(2):
+                with pytest.raises(expected.type) as error:
+                    REFUSED[name](x)
+                assert str(error.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+@on_ranks()
+def test_integers_wrap_as_on_one_device():
+    """Also if they are sums that have yet to be reduced."""
+    for mesh in meshes():
+        for dtype in (torch.int8, torch.uint8, torch.int32):
+            whole = torch.full((8,), torch.iinfo(dtype).max - 3, dtype=dtype)
+            x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+            assert_whole(torch.trapezoid(x), torch.trapezoid(whole))
+            for operator in (
+                lambda t: t * 0.5,
+                lambda t: t / 2,
+                lambda t: t + 0.5,
+                lambda t: t * t.to(torch.int64),
+                lambda t: t.sum(),
+                lambda t: t.cumsum(0),
+                lambda t: t.to(torch.float64),
+                lambda t: t.sum(dtype=torch.float32),
+            ):
+                total = tessera.distribute_tensor(whole.view(4, 2), mesh, [Shard(0)] * mesh.ndim).sum(0, dtype=dtype)
+                assert total.placements == (Partial(),) * mesh.ndim
+                assert_whole(operator(total), operator(whole.view(4, 2).sum(0, dtype=dtype)))
+
+
+MODES = {"": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "autocast": lambda: torch.autocast("cpu")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_pooling_of_sequences_that_need_no_gradients(mode):
+    for mesh in meshes():
+        whole = values(4, 6, 16)
+        for placements in placements_of(whole, mesh):
+            with MODES[mode]():
+                x = tessera.distribute_tensor(whole, mesh, placements)
+                assert_whole(F.max_pool1d(x, 3, padding=1), F.max_pool1d(whole, 3, padding=1))
+
+
+POOLING = {
+    "max_pool1d": lambda x: F.max_pool1d(x[0], 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "avg_pool1d": lambda x: F.avg_pool1d(x[0], 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
+    "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x[0], 3),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 2),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[0], 3),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 2),
+    "lp_pool1d": lambda x: F.lp_pool1d(x[0], 2, 2),
+    "lp_pool2d": lambda x: F.lp_pool2d(x, 2, 2),
+    "lp_pool3d": lambda x: F.lp_pool3d(x, 2, 2),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "reflection_pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replication_pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+}
+
+
+@pytest.mark.parametrize("name", POOLING)
+@on_ranks()
+def test_double_backward_through_pooling(name):
+    mesh = meshes()[1]
+    for placements in ([Shard(0), Replicate()], [Shard(1), Shard(2)], [Shard(3), Shard(0)]):
+        for power in (1, 2):  # with 1, of nothing but zeros
+            gradients = []
+            for x in (values(4, 4, 6, 6), tessera.distribute_tensor(values(4, 4, 6, 6), mesh, placements)):
+                x.requires_grad_()
+                (first,) = torch.autograd.grad((POOLING[name](x) ** power).sum(), x, create_graph=True)
+                (first**2).sum().backward()
+                gradients.append(x.grad)
+            assert_whole(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
+
+
+@on_ranks()
+def test_a_view_of_what_changes_its_shape_in_place():
+    for mesh in meshes():
+        for placements in placements_of(values(8, 6), mesh, partial=False):
+            whole, x = values(8, 6), tessera.distribute_tensor(values(8, 6), mesh, placements)
+            views = []
+            for a in (whole, x):
+                view = a[1:3]
+                a.t_()
+                view.zero_()
+                views.append(view)
+            assert_whole(x, whole)
+            whole.add_(1)
+            x.add_(1)
+            assert_whole(views[1], views[0])
+
+
+@on_ranks()
+def test_writes_through_a_diagonal_of_what_was_expanded():
+    for mesh in meshes():
+        for placements in placements_of(values(8, 1), mesh, partial=False):
+            whole, x = values(8, 1), tessera.distribute_tensor(values(8, 1), mesh, placements)
+            for a in (whole, x):
+                a.expand(8, 8).diagonal().mul_(2)
+            assert_whole(x, whole)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+@on_ranks()
+def test_packed_sequences(layer):
+    lengths = torch.tensor([2, 5, 1, 3])
+    for mesh in meshes():
+        for placements in placements_of(values(4, 5, 3), mesh, partial=False):
+            results = []
+            for distribute in (lambda t: t, lambda t: tessera.distribute_tensor(t, mesh, placements)):
+                module = layer(3, 4)
+                with torch.no_grad():
+                    for index, parameter in enumerate(module.parameters()):
+                        parameter.copy_(values(*parameter.shape, seed=index))
+                x = distribute(values(4, 5, 3)).requires_grad_()
+                if isinstance(x, DTensor):
+                    tessera.distribute_module(module, mesh)
+                with implicit_replication():  # for the first hidden state, which the layer makes
+                    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+                    y, back = pad_packed_sequence(module(packed)[0], batch_first=True, padding_value=7.0)
+                assert torch.equal(back, lengths)
+                (y**2).sum().backward()
+                results.append([y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())])
+            for ours, theirs in zip(results[1], results[0], strict=True):
+                assert_whole(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks()
+def test_no_sparse_tensors():
+    x = tessera.distribute_tensor(values(4, 4), meshes()[0], [Shard(0)])
+    for make in (x.to_sparse, x.to_sparse_csr):
+        with pytest.raises(RuntimeError, match="to_sparse.*layout.*full_tensor"):
+            make()
+
+
+@on_ranks()
+def test_deep_copies_share_memory_as_what_they_are_copies_of():
+    for mesh in meshes():
+        for placements in placements_of(values(8, 6), mesh, partial=False):
+            for order in ((0, 1, 2, 3, 4), (4, 2, 1, 3, 0)):
+                results = []
+                for a in (values(8, 6), tessera.distribute_tensor(values(8, 6), mesh, placements)):
+                    tensors = [a, a[1:5], a[:, 2:4], a[1:5][2], a.t()]
+                    made = dict(zip(order, copy.deepcopy([tensors[index] for index in order])))
+                    made[1].zero_()
+                    made[2].add_(3)
+                    made[3].mul_(2)
+                    made[4].sub_(1)
+                    results.append([*tensors, *(made[index] for index in range(5))])
+                for ours, theirs in zip(results[1], results[0]):
+                    assert_whole(ours, theirs)
+
+
+@on_ranks()
+def test_parametrizations_of_a_distributed_weight():
+    class Symmetric(torch.nn.Module):
+        def forward(self, x):
+            return x.triu() + x.triu(1).mT
+
+        def right_inverse(self, x):
+            return x.triu()
+
+    def symmetric(module):
+        parametrize.register_parametrization(module, "weight", Symmetric())
+
+    for mesh in meshes():
+        for register in (symmetric, parametrizations.weight_norm):
+            results = []
+            for distribute in (lambda t: t, lambda t: tessera.distribute_tensor(t, mesh, [Shard(0)] * mesh.ndim)):
+                module = torch.nn.Linear(8, 8, bias=False)
+                module.weight = torch.nn.Parameter(distribute(values(8, 8)))
+                register(module)
+                y = module(distribute(values(4, 8, seed=1)))
+                (y**2).sum().backward()
+                results.append([y.detach(), *(parameter.grad for parameter in module.parameters())])
+                parametrize.remove_parametrizations(module, "weight")
+                results[-1].append(module.weight.detach())
+            for ours, theirs in zip(results[1], results[0], strict=True):
+                assert_whole(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+WRITES = {
+    "copy_": lambda cache, x: cache[:, 2:5].copy_(x),
+    "setitem": lambda cache, x: cache.__setitem__((slice(None), slice(2, 5)), x),
+    "index": lambda cache, x: cache.__setitem__((slice(None), torch.tensor([5, 0, 3])), x),
+    "index_copy_": lambda cache, x: cache.index_copy_(1, torch.tensor([5, 0, 3]), x),
+    "scatter_": lambda cache, x: cache.scatter_(1, torch.tensor([[0, 1, 2]]).repeat(4, 1)[:, :, None].repeat(1, 1, 2), x),
+    "add_": lambda cache, x: cache[:, :3].add_(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@on_ranks()
+def test_writes_into_plain_tensors(name):
+    """As models do that keep plain caches of their own."""
+    expected = torch.zeros(4, 6, 2)
+    WRITES[name](expected, values(4, 3, 2))
+    for mesh in meshes():
+        for placements in placements_of(values(4, 3, 2), mesh):
+            x = tessera.distribute_tensor(values(4, 3, 2), mesh, placements)
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), implicit_replication():
+                    cache = torch.zeros(4, 6, 2)
+                    assert not isinstance(WRITES[name](cache, x), DTensor)
+                torch.testing.assert_close(cache, expected)
+            with pytest.raises(ValueError, match="plain tensor.*written.*full_tensor.*implicit_replication"):
+                WRITES[name](cache, x)
+
+
+@on_ranks()
+def test_gradients_of_tensors_that_cat_leaves_out():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(4, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+        empty = tessera.distribute_tensor(torch.empty(0), mesh).requires_grad_()
+        (torch.cat([empty, x, empty * 2]).sum() + (empty * 3).sum()).backward()
+        assert_whole(empty.grad, torch.empty(0))
+        assert_whole(x.grad, torch.ones(4, 3))

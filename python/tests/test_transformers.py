@@ -155,3 +155,21 @@ def test_training_with_local_tensors(attention, shape):
         assert_as_on_one_device(of_all, model.parameters(), llama, attention)
 
     test()
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_generation(attention, cache):
+    """Caches are plain tensors that the model makes, or distributed ones."""
+    prompt, settings = TOKENS[:, :4], {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "cache_implementation": cache, "pad_token_id": 0}
+    expected = llama(attention).double().generate(prompt, **settings)
+
+    @on_ranks(4)
+    def test():
+        mesh = init_device_mesh("cpu", (4,))
+        model = distribute_module(parallelize_module(llama(attention).double(), mesh, llama_plan(False)), mesh)
+        with implicit_replication():
+            got = model.generate(distribute_tensor(prompt, mesh, [Replicate()]), **settings)
+        assert torch.equal(got.full_tensor() if isinstance(got, tessera.DTensor) else got, expected)
+
+    test()

@@ -54,7 +54,7 @@ void DTensorImpl::receive() const {
   const auto* base = static_cast<const DTensorImpl*>(origin_->base.unsafeGetTensorImpl());
   base->local();  // which may be a view of that kind itself
   if (!origin_->read || base->writes() == origin_->writes) return;
-  refresh(local_, of(origin_->read())->local_);
+  refresh(local_, of(origin_->read(origin_->base))->local_);
   origin_->writes = base->writes();
   writes_.bump();
 }

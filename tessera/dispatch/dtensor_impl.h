@@ -51,8 +51,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing, as is
     /// `read`, if they share their memory, but the base itself has an origin.
     std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
-    /// Makes the view again.
-    std::function<at::Tensor()> read;
+    /// Makes the view again, of a base.
+    std::function<at::Tensor(const at::Tensor& base)> read;
     mutable uint64_t writes;  // into the base, when the view was made
   };
   const std::shared_ptr<const Origin>& origin() const { return origin_; }

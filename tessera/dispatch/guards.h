@@ -27,7 +27,7 @@ class TESSERA_API ImplicitCommunicationGuard {
 };
 
 /// Whether a plain tensor among distributed ones is taken to be the same on all ranks, instead of being an
-/// error.
+/// error. One that is written gets the full value, so that it stays so.
 TESSERA_API bool implicit_replication();
 
 /// While it lives, it is.

@@ -2,6 +2,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
+#include <tessera/dispatch/refusal.h>
 #include <tessera/dispatch/register.h>
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
@@ -69,6 +70,7 @@ struct Recipe {
   bool by_rule = false;          // else on replicas
   rules::Decision decision;      // by_rule
   bool is_special = false;       // by_rule: see there
+  bool in_doubt = false;         // on replicas, as the operator may refuse arguments that need not be in the key
   std::vector<Way> ways;         // of each input
   std::vector<Spec> outputs;     // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;  // by_rule, of an operator that returns views: see view_offsets
@@ -277,6 +279,8 @@ class OperatorCall {
 
   void run() {
     const at::AutoDispatchBelowADInplaceOrView below;
+    if (kernel_.reallocates_ && run_reallocation()) [[unlikely]]
+      return;
     if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
       return run_functional();
     if (kernel_.is_composite_) [[unlikely]]
@@ -300,7 +304,7 @@ class OperatorCall {
       if (unify_meshes()) return run_collected();
       check();
       recipe_ = std::make_shared<Recipe>(make_recipe());
-      recipes.insert(key_, recipe_);
+      if (!recipe_->in_doubt) recipes.insert(key_, recipe_);
     }
     const rules::Decision& decision = recipe_->decision;
     if (recipe_->is_special) [[unlikely]] {
@@ -407,8 +411,11 @@ class OperatorCall {
       return;
     }
     check_plain(position, tensor);
-    key_.push_back(kPlain | static_cast<uint64_t>(tensor.scalar_type()) << 32);
-    if (tensor.dim() > 0) with_dims_.push_back(position);
+    const bool written =
+        kernel_.written_[position] && implicit_replication() && !(tensor.dim() == 0 && is_itemwise());
+    writes_plain_ |= written;
+    key_.push_back(kPlain | static_cast<uint64_t>(tensor.scalar_type()) << 32 | uint64_t{written} << 16);
+    if (tensor.dim() > 0 && !written) with_dims_.push_back(position);
   }
 
   void add_value(const IValue& value) {
@@ -558,17 +565,24 @@ class OperatorCall {
   }
 
   void check_plain(size_t position, const at::Tensor& tensor) const {
-    if (!kernel_.written_[position] && may_be_plain(position, tensor)) [[likely]]
+    const bool written = kernel_.written_[position];
+    // What is written under implicit replication is computed from replicas, so that it stays the same on all
+    // ranks.
+    if (written ? implicit_replication() : may_be_plain(position, tensor)) [[likely]]
       return;
     // A number that is written on every rank alike: computed from replicas, or beside the items of a list
     // (steps).
     if (tensor.dim() == 0 && (!resolved_.rule || is_itemwise())) return;
-    TESSERA_CHECK_VALUE(false, kernel_.name_, ": argument '", name_of(position),
-                        "' is a plain tensor of shape ", tensor.sizes(), " among distributed ones",
-                        arguments_.empty() ? "" : c10::str(" (", arguments_[0].spec(), ")"),
-                        ". Distribute it with distribute_tensor or DTensor::from_local, or, if it is only "
-                        "read and the same on "
-                        "all ranks, keep a tessera::ImplicitReplicationGuard alive around the call.");
+    TESSERA_CHECK_VALUE(
+        false, kernel_.name_, ": argument '", name_of(position), "' is a plain tensor of shape ",
+        tensor.sizes(), written ? ", to be written among distributed ones" : " among distributed ones",
+        arguments_.empty() ? "" : c10::str(" (", arguments_[0].spec(), ")"),
+        ". Distribute it with distribute_tensor or DTensor::from_local, ",
+        written
+            ? "or write what full_tensor() gives into it, or, if it is to have the same value on all ranks, "
+            : "or, if it is the same on all ranks, ",
+        "keep a tessera::ImplicitReplicationGuard alive around the call (in Python: with ",
+        "tessera.experimental.implicit_replication()).");
   }
 
   /// A number, or the same on all ranks: because the user says so, because a formula of autograd made it
@@ -584,9 +598,11 @@ class OperatorCall {
   Recipe make_recipe() {
     Recipe recipe;
     for (const Argument& argument : arguments_) recipe.inputs.push_back(argument.spec());
-    if (auto decision = decide()) {
+    auto decided = decide();
+    recipe.in_doubt = decided && may_refuse(*decided);
+    if (decided && !recipe.in_doubt) {
       recipe.by_rule = true;
-      recipe.decision = *std::move(decision);
+      recipe.decision = *std::move(decided);
       recipe.is_special = recipe.decision.is_special();
       if (recipe.decision.decompose) return recipe;
     } else {
@@ -625,8 +641,36 @@ class OperatorCall {
     return result;
   }
 
+  /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
+  /// some rank may have nothing to compute. The same on all ranks.
+  bool may_refuse(const rules::Decision& decision) const {
+    const rules::Rule& rule = *resolved_.rule;
+    if (rule.itemwise) return false;
+    const bool replaces = decision.has_local || decision.decompose;
+    if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
+    // Kernels that cannot be tried, and of which most take no other numbers.
+    const bool of_floats =
+        rule.family == "convolution" || rule.family == "pooling" || rule.family == "spatial";
+    if (of_floats && !at::isFloatingType(arguments_[0].spec().dtype())) return true;
+    Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
+    for (const Argument& each : arguments_) {
+      if (!each.in_list) all[each.position] = each.tensor;
+    }
+    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+  }
+
+  /// Whether every rank holds as much of each dim.
+  static bool is_even(const Spec& spec) {
+    std::vector<int64_t> parts(spec.ndim(), 1);
+    for (const size_t m : c10::irange(spec.placements().size())) {
+      if (spec.placement(m).is_shard_like()) parts[spec.placement(m).dim()] *= spec.mesh().shape()[m];
+    }
+    return std::equal(parts.begin(), parts.end(), spec.shape().begin(),
+                      [](int64_t count, int64_t size) { return size % count == 0; });
+  }
+
   std::optional<rules::Decision> decide() {
-    if (!resolved_.rule) return std::nullopt;
+    if (!resolved_.rule || writes_plain_) return std::nullopt;
     rules::Call call;
     call.schema = &schema_;
     std::vector<int64_t> returned;
@@ -739,6 +783,27 @@ class OperatorCall {
     stack_.erase(stack_.end() - static_cast<std::ptrdiff_t>(count), stack_.end());
   }
 
+  /// What can be done of changing memory in place: to become another distributed tensor, or to stay as it is.
+  bool run_reallocation() {
+    const at::Tensor self = argument(0).toTensor();
+    DTensorImpl* impl = DTensorImpl::of(self);
+    if (kernel_.name_ == "aten::set_.source_Tensor") {
+      const at::Tensor source = argument(1).toTensor();
+      TESSERA_CHECK(impl && DTensorImpl::of(source), kernel_.name_, ": only a distributed tensor can become ",
+                    "another distributed one, but '", impl ? "source" : "self",
+                    "' is a plain tensor of shape ", impl ? source.sizes() : self.sizes(),
+                    ". Distribute it with distribute_tensor first.");
+      TESSERA_CHECK(self.scalar_type() == source.scalar_type(), kernel_.name_, ": 'source' is of type ",
+                    source.scalar_type(), ", but 'self' of type ", self.scalar_type(), ".");
+      if (!self.is_same(source)) impl->take(*DTensorImpl::of(source));
+    } else if (!impl || kernel_.name_ != "aten::resize_" || !self.sizes().equals(argument(1).toIntVector()) ||
+               !argument(2).isNone()) {
+      return false;
+    }
+    stack_.erase(stack_.begin() + static_cast<std::ptrdiff_t>(first_) + 1, stack_.end());
+    return true;
+  }
+
   /// By the operator that returns new tensors, whose results are then written into the arguments.
   void run_functional() {
     TESSERA_CHECK(!kernel_.reallocates_, kernel_.name_,
@@ -759,7 +824,7 @@ class OperatorCall {
     for (IValue& result : results) stack_.push_back(std::move(result));
   }
 
-  /// The tensor with the shape it has now: it will be a view of that.
+  /// The tensor with the shape and the memory it has now.
   static at::Tensor as_it_was(const at::Tensor& tensor) {
     const DTensorImpl& impl = *DTensorImpl::of(tensor);
     return at::Tensor(
@@ -832,9 +897,10 @@ class OperatorCall {
       IValue& value = stack_[first + i];
       const int64_t returned = kernel_.returned_argument_[i];
       if (returned >= 0 && !value.isTensorList()) {
-        value = std::lower_bound(arguments_.begin(), arguments_.end(), returned,
-                                 [](const Argument& a, int64_t p) { return a.position < p; })
-                    ->tensor;
+        const auto found = std::lower_bound(arguments_.begin(), arguments_.end(), returned,
+                                            [](const Argument& a, int64_t p) { return a.position < p; });
+        // One that is plain is returned as it is.
+        if (found != arguments_.end() && found->position == returned) value = found->tensor;
       } else if (value.isTensor()) {
         value = wrapped(std::move(value).toTensor(), i);
       } else if (value.isTensorList()) {
@@ -848,6 +914,10 @@ class OperatorCall {
   at::Tensor wrapped(at::Tensor local, size_t index) {
     const size_t number = next_output_++;
     if (!local.defined()) return local;
+    TESSERA_CHECK(local.layout() == at::kStrided, kernel_.name_, ": its result has the layout ",
+                  local.layout(),
+                  ", which a distributed tensor of Tessera cannot have. Call it on what full_tensor() or "
+                  "to_local() gives.");
     if (local.is_conj() || local.is_neg()) [[unlikely]]
       local = local.resolve_conj().resolve_neg();
     if (draws_unseeded()) [[unlikely]]
@@ -941,10 +1011,11 @@ class OperatorCall {
     if (shares) DTensorImpl::of(view)->share_writes(base.impl());
     if (shares && !base.impl().origin()) [[likely]]
       return;
-    DTensorImpl::Origin origin{base.tensor, {}, {}, base.impl().writes()};
+    // As it is now: it may change its shape in place, but the view remains one of what it was.
+    DTensorImpl::Origin origin{as_it_was(base.tensor), {}, {}, base.impl().writes()};
     if (!shares) {
       origin.write = local.write_back && !base.moved ? local.write_back : replay(number);
-      origin.read = [op = op_, arguments = values_, of = base.tensor, number] {
+      origin.read = [op = op_, arguments = values_, number](const at::Tensor& of) {
         const at::AutoDispatchBelowADInplaceOrView below;
         return view_of(op, arguments, of, number);
       };
@@ -967,6 +1038,16 @@ class OperatorCall {
     return views.at(number);
   }
 
+  /// Where elements of the target share memory, as in what was expanded, their values are one too.
+  static void copy_into(at::Tensor to, at::Tensor from) {
+    for (const int64_t dim : c10::irange(to.dim())) {
+      if (to.stride(dim) != 0 || to.size(dim) < 2) continue;
+      to = to.narrow(dim, 0, 1);
+      from = from.narrow(dim, 0, 1);
+    }
+    to.copy_(from);
+  }
+
   /// Makes the view of the whole base again, on every rank, and writes there.
   std::function<void(const at::Tensor&, const at::Tensor&)> replay(size_t number) {
     Spec of_base = arguments_[0].spec(), of_view = recipe_->outputs[number];
@@ -975,9 +1056,9 @@ class OperatorCall {
       const Spec whole_base = of_base.with_placements(replicated(of_base.mesh()));
       const Spec whole_view = of_view.with_placements(replicated(of_view.mesh()));
       const at::Tensor whole = at::empty_strided(of_base.shape(), of_base.strides(), base.options());
-      whole.copy_(execute(plan(of_base, whole_base), base));
-      view_of(op, arguments, whole, number).copy_(execute(plan(of_view, whole_view), view));
-      base.copy_(execute(plan(whole_base, of_base), whole));
+      copy_into(whole, execute(plan(of_base, whole_base), base));
+      copy_into(view_of(op, arguments, whole, number), execute(plan(of_view, whole_view), view));
+      copy_into(base, execute(plan(whole_base, of_base), whole));
     };
   }
 
@@ -989,7 +1070,8 @@ class OperatorCall {
   const size_t first_;
   CacheKey key_;
   c10::SmallVector<Argument, 4> arguments_;
-  c10::SmallVector<size_t, 1> with_dims_;  // positions of plain tensors that have dims
+  c10::SmallVector<size_t, 1> with_dims_;  // positions of plain tensors that have dims and are read
+  bool writes_plain_ = false;              // as implicit replication allows
   std::shared_ptr<Recipe> recipe_;
   Stack values_;                              // the arguments of a view that is to be made again
   std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them can tell

@@ -4,18 +4,23 @@
 #include <tessera/error.h>
 
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_pack_padded_sequence.h>
+#include <ATen/ops/_pad_packed_sequence.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ctc_loss.h>
 #include <ATen/ops/eye.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_matrix_exp.h>
+#include <ATen/ops/max_pool1d_with_indices.h>
 #include <ATen/ops/native_dropout.h>
 #include <ATen/ops/tensor_split.h>
 #include <ATen/ops/zeros_like.h>
@@ -107,6 +112,43 @@ std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& i
   return value.dim() == 0 ? at::tensor_split(self, numbers[0], dim) : at::tensor_split(self, numbers, dim);
 }
 
+/// libtorch reads the memory of what needs no gradient. It takes floats only then.
+at::Tensor max_pool1d(const at::Tensor& self, c10::IntArrayRef kernel_size, c10::IntArrayRef stride,
+                      c10::IntArrayRef padding, c10::IntArrayRef dilation, bool ceil_mode) {
+  TESSERA_CHECK_AS(c10::NotImplementedError, self.is_floating_point(), "max_pool1d: not implemented for ",
+                   self.scalar_type(), ".");
+  return std::get<0>(at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+/// Those of a distributed tensor; which ones, libtorch says of their plain numbers.
+at::Tensor rows_of(const at::Tensor& tensor, const at::Tensor& numbers) {
+  return tensor.index_select(0, replicate(numbers.flatten(), DTensor(tensor).device_mesh()));
+}
+
+/// How many sequences there are at each step is plain: layers read it.
+std::tuple<at::Tensor, at::Tensor> pack_padded_sequence(const at::Tensor& input, const at::Tensor& lengths,
+                                                        bool batch_first) {
+  const at::Tensor known = whole(lengths);
+  if (!DTensor::is_dtensor(input) || input.numel() == 0)
+    return at::_pack_padded_sequence(whole(input), known, batch_first);
+  const at::Tensor numbers = at::arange(input.size(0) * input.size(1)).view({input.size(0), input.size(1)});
+  const auto [rows, batch_sizes] = at::_pack_padded_sequence(numbers, known, batch_first);
+  return {rows_of(input.flatten(0, 1), rows.to(input.device())), batch_sizes};
+}
+
+std::tuple<at::Tensor, at::Tensor> pad_packed_sequence(const at::Tensor& data, const at::Tensor& batch_sizes,
+                                                       bool batch_first, const at::Scalar& padding_value,
+                                                       int64_t total_length) {
+  const at::Tensor known = whole(batch_sizes);
+  if (!DTensor::is_dtensor(data))
+    return at::_pad_packed_sequence(data, known, batch_first, padding_value, total_length);
+  const auto [rows, lengths] =
+      at::_pad_packed_sequence(at::arange(1, data.size(0) + 1), known, batch_first, 0, total_length);
+  const at::Tensor padding = at::full_like(data.narrow(0, 0, 1), padding_value);
+  const at::Tensor all = rows_of(at::cat({padding, data}), rows.to(data.device()));
+  return {all.unflatten(0, rows.sizes()), lengths};
+}
+
 at::Tensor ctc_loss(const at::Tensor& log_probs, const at::Tensor& targets, const at::Tensor& input_lengths,
                     const at::Tensor& target_lengths, int64_t blank, int64_t reduction, bool zero_infinity) {
   return at::ctc_loss(log_probs, targets, integers(input_lengths), integers(target_lengths), blank, reduction,
@@ -158,7 +200,9 @@ void register_composites(torch::Library& library) {
   }
   library.impl("ctc_loss.Tensor", ctc_loss);
   library.impl("dropout", dropout);
+  library.impl("max_pool1d", max_pool1d);
   library.impl("one_hot", one_hot);
+  library.impl("_pad_packed_sequence", pad_packed_sequence);
   library.impl("reshape", reshape);
   library.impl("tensor_split.tensor_indices_or_sections", tensor_split);
   library.impl("trace_backward", trace_backward);
@@ -169,6 +213,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
   register_composites(library);
   library.impl("linalg_matrix_exp", linalg_matrix_exp);
+  library.impl("_pack_padded_sequence", pack_padded_sequence);
 }
 
 }  // namespace

@@ -8,6 +8,11 @@
 
 namespace tessera::rules {
 
+Table tried(Table table) {
+  for (Entry& entry : table) entry.rule.can_be_tried = true;
+  return table;
+}
+
 int64_t wrapped(int64_t dim, int64_t ndim) { return at::maybe_wrap_dim(dim, ndim); }
 
 Shape wrapped(Shape dims, int64_t ndim) {

@@ -38,6 +38,9 @@ Table linalg_rules();
 Table random_rules();
 Table list_rules();
 
+/// The same rules, of operators that can all be tried.
+Table tried(Table table);
+
 /// Norms over all dims or some; `order`: the name of the argument that is p.
 Rule norm_rule(const std::string& order);
 

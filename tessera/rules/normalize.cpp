@@ -19,22 +19,24 @@ at::Tensor wide(const at::Tensor& x) {
 
 /// Along one dim: where that is cut, by small reductions instead of a gather.
 Rule softmax_rule(const char* text, const Function& by_parts) {
-  return {text,
-          [by_parts](const Call& call) -> std::optional<Proposal> {
-            const Spec& spec = call.tensors[0];
-            if (call.tensors.size() > 1 && call.tensors[1].shape() != spec.shape()) return std::nullopt;
-            if (spec.ndim() == 0) return whole_dims(call, {}, {{spec.shape().vec()}});
-            const int64_t dim = wrapped(call.integer("dim"), spec.ndim());
-            if (std::any_of(call.tensors.begin(), call.tensors.end(),
-                            [&](const Spec& s) { return is_cut(s, {dim}); }) &&
-                spec.numel() > 0) {
-              Proposal proposal;
-              proposal.decompose = by_parts;
-              return proposal;
-            }
-            return whole_dims(call, {dim}, {{spec.shape().vec()}});
-          },
-          {"dim"}};
+  Rule rule{text,
+            [by_parts](const Call& call) -> std::optional<Proposal> {
+              const Spec& spec = call.tensors[0];
+              if (call.tensors.size() > 1 && call.tensors[1].shape() != spec.shape()) return std::nullopt;
+              if (spec.ndim() == 0) return whole_dims(call, {}, {{spec.shape().vec()}});
+              const int64_t dim = wrapped(call.integer("dim"), spec.ndim());
+              if (std::any_of(call.tensors.begin(), call.tensors.end(),
+                              [&](const Spec& s) { return is_cut(s, {dim}); }) &&
+                  spec.numel() > 0) {
+                Proposal proposal;
+                proposal.decompose = by_parts;
+                return proposal;
+              }
+              return whole_dims(call, {dim}, {{spec.shape().vec()}});
+            },
+            {"dim"}};
+  rule.can_be_tried = true;
+  return rule;
 }
 
 Stack softmax(const c10::OperatorHandle&, Stack arguments) {

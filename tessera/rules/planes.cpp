@@ -214,6 +214,7 @@ Rule separable(const Separable& op, bool backward) {
         auto proposal = of_planes.propose(call);
         if (!proposal) return proposal;
         const Spec& given = call.tensors[0];
+        if (given.dtype() == at::kBool) return std::nullopt;
         if (!op.copies && !at::isFloatingType(given.dtype())) return proposal;
         Shape input = given.shape().vec();
         if (backward)

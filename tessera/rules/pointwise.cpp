@@ -4,13 +4,50 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
 namespace {
 
-Rule linear_rule(std::string text, Linear linear) {
-  return {std::move(text), [linear](const Call& call) { return pointwise(call, linear); }};
+/// Whether integers stay of their dtype. Their sums wrap around, so that parts of these must not be
+/// converted.
+bool keeps_integers(const Call& call) {
+  std::optional<at::ScalarType> dtype;
+  bool keeps = true;
+  const auto add = [&](at::ScalarType other) {
+    if (other == at::kBool) return;
+    keeps = keeps && at::isIntegralType(other, /*includeBool=*/false) && dtype.value_or(other) == other;
+    dtype = other;
+  };
+  const bool has_dims =
+      std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& s) { return s.ndim() > 0; });
+  for (const Spec& spec : call.tensors) {
+    if (spec.ndim() > 0 || !has_dims || !at::isIntegralType(spec.dtype(), /*includeBool=*/true))
+      add(spec.dtype());
+  }
+  for (const c10::IValue& plain : call.arguments) {
+    if (plain.isTensor() &&
+        (!has_dims || !at::isIntegralType(plain.toTensor().scalar_type(), /*includeBool=*/true)))
+      add(plain.toTensor().scalar_type());
+  }
+  return keeps;
+}
+
+/// `integers`: it is linear in integers too, whose results are integers.
+Rule linear_rule(std::string text, const Linear& linear, bool integers = false) {
+  return {std::move(text), [=](const Call& call) {
+            Linear sets;
+            for (const std::vector<size_t>& set : linear) {
+              bool converts = false;
+              for (const size_t i : c10::irange(call.tensors.size())) {
+                converts = converts || (at::isIntegralType(call.tensors[i].dtype(), /*includeBool=*/false) &&
+                                        std::find(set.begin(), set.end(), call.positions[i]) != set.end());
+              }
+              if (!converts || (integers && keeps_integers(call))) sets.push_back(set);
+            }
+            return pointwise(call, sets);
+          }};
 }
 
 Rule monotone() {
@@ -102,8 +139,13 @@ std::optional<Proposal> log_sigmoid(const Call&) {
 }  // namespace
 
 bool converts_parts(const Call& call) {
-  if (!call.has("dtype")) return true;
-  const auto to = call.value("dtype").toScalarType(), from = call.tensors[0].dtype();
+  const auto from = call.tensors[0].dtype();
+  const bool is_given = call.has("dtype");
+  // Their sums wrap around, so that parts of these must not be widened; sums of them are int64.
+  if (at::isIntegralType(from, /*includeBool=*/false))
+    return from == (is_given ? call.value("dtype").toScalarType() : at::kLong);
+  if (!is_given) return true;
+  const auto to = call.value("dtype").toScalarType();
   return to != at::kBool && (!at::isIntegralType(to, false) || at::isIntegralType(from, false)) &&
          (at::isComplexType(to) || !at::isComplexType(from));
 }
@@ -158,21 +200,24 @@ std::optional<Proposal> pointwise(const Call& call, const Linear& linear, std::v
 Rule any_pointwise() {
   Rule rule{"pointwise", [](const Call& call) { return pointwise(call); }};
   rule.takes_slices = true;
+  rule.can_be_tried = true;
   return rule;
 }
 
 Table pointwise_rules() {
   const Linear first{{0}};
-  return {
+  return tried({
       {{"add.Tensor", "sub.Tensor", "rsub.Tensor"},
-       linear_rule("pointwise, linear in both at once", {{0, 1}})},
-      {{"mul.Tensor"}, linear_rule("pointwise, linear in each", {{0}, {1}})},
-      {{"mul.Scalar", "div.Scalar", "div.Tensor", "neg", "deg2rad", "rad2deg"},
+       linear_rule("pointwise, linear in both at once", {{0, 1}}, /*integers=*/true)},
+      {{"mul.Tensor"}, linear_rule("pointwise, linear in each", {{0}, {1}}, /*integers=*/true)},
+      {{"neg"}, linear_rule("pointwise, linear in the first", first, /*integers=*/true)},
+      {{"mul.Scalar", "div.Scalar", "div.Tensor", "deg2rad", "rad2deg"},
        linear_rule("pointwise, linear in the first", first)},
-      {{"addcmul"}, linear_rule("pointwise, linear in the sum and each factor", {{0, 1}, {0, 2}})},
+      {{"addcmul"},
+       linear_rule("pointwise, linear in the sum and each factor", {{0, 1}, {0, 2}}, /*integers=*/true)},
       {{"addcdiv"}, linear_rule("pointwise, linear in the sum and the numerator", {{0, 1}})},
       {{"lerp.Scalar"}, linear_rule("pointwise, linear in both at once", {{0, 1}})},
-      {{"where.self"}, linear_rule("pointwise, linear in both values at once", {{1, 2}})},
+      {{"where.self"}, linear_rule("pointwise, linear in both values at once", {{1, 2}}, /*integers=*/true)},
       {{"threshold_backward", "tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward",
         "native_dropout_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
         "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward", "logit_backward",
@@ -199,7 +244,7 @@ Table pointwise_rules() {
       {{"_prelu_kernel_backward"}, {"pointwise, linear in the gradient", prelu_backward}},
       {{"equal"}, {"by eq and all", equal}},
       {{"allclose"}, {"by isclose and all", allclose}},
-  };
+  });
 }
 
 }  // namespace tessera::rules

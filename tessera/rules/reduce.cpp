@@ -469,7 +469,7 @@ std::optional<Proposal> segments(const Call& call) {
   const auto data = call.tensor("data"), offsets = call.tensor("offsets");
   if (!data || call.tensor("indices")) return std::nullopt;
   const Spec& x = call.tensors[*data];
-  if (x.ndim() == 0 || x.numel() == 0) return std::nullopt;
+  if (x.ndim() == 0 || x.numel() == 0 || !at::isFloatingType(x.dtype())) return std::nullopt;
   const int64_t axis = wrapped(call.integer("axis"), x.ndim());
   Letters all = identity(x.ndim());
   all[axis] = kWhole;
@@ -502,7 +502,7 @@ std::optional<Proposal> segments(const Call& call) {
 }  // namespace
 
 Table reduce_rules() {
-  return {
+  Table all = tried({
       {{"sum", "sum.dim_IntList"}, sum_rule()},
       {{"nansum", "count_nonzero", "count_nonzero.dim_IntList"}, count_rule()},
       {{"mean", "mean.dim"}, mean_rule()},
@@ -521,6 +521,9 @@ Table reduce_rules() {
       {{"std_mean.correction"}, variance_rule(true, true)},
       {{"logsumexp"}, {"reduced dims cut: by amax, exp and sum", logsumexp, {"dim", "keepdim"}}},
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim()},
+      {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
+  });
+  const Table counts{
       {{"histc"},
        {"cut: P(sum), between bounds that are given, or found by min and max",
         histogram,
@@ -532,8 +535,9 @@ Table reduce_rules() {
       {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
       {{"segment_reduce", "_segment_reduce_backward"}, {"the segmented dim whole", segments, {"axis"}}},
       {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
-      {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
   };
+  all.insert(all.end(), counts.begin(), counts.end());
+  return all;
 }
 
 }  // namespace tessera::rules

@@ -144,6 +144,9 @@ struct Rule {
   bool takes_slices = false;
   /// Results are channels last if an input of as many dims is, unless the rule says their strides.
   bool keeps_memory_format = false;
+  /// The operator can be tried on tensors of one element, to find out which dtypes it takes: it reads no
+  /// sizes or positions from its arguments that it would trust, and draws no random numbers.
+  bool can_be_tried = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

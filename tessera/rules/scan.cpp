@@ -85,13 +85,13 @@ at::Tensor at_most(const at::Tensor& a, const at::Tensor& b) { return at::le(a, 
 }  // namespace
 
 Table scan_rules() {
-  return {
+  return tried({
       {{"cumsum"}, scan_rule(1, true, by<sum>)},
       {{"cumprod"}, scan_rule(1, false, by<product>)},
       {{"logcumsumexp", "_logcumsumexp"}, scan_rule(1, false, by<log_sum>)},
       {{"cummax"}, scan_rule(2, false, extreme<at_least>)},
       {{"cummin"}, scan_rule(2, false, extreme<at_most>)},
-  };
+  });
 }
 
 }  // namespace tessera::rules

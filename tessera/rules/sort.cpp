@@ -286,7 +286,7 @@ std::optional<Proposal> glu(const Call& call) {
 }  // namespace
 
 Table sort_rules() {
-  return {
+  return tried({
       {{"sort", "sort.stable"}, {"the dim whole", sort, {"dim"}}},
       {{"topk"},
        {"the dim cut: each rank's, and the first of these", topk, {"dim", "k", "largest", "sorted"}}},
@@ -299,7 +299,7 @@ Table sort_rules() {
       {{"bucketize.Tensor"}, {"pointwise, boundaries whole", bucketize}},
       {{"searchsorted.Tensor"}, {"pointwise, the sequence whole", searchsorted}},
       {{"glu", "glu_backward"}, {"the dim whole", glu, {"dim"}}},
-  };
+  });
 }
 
 }  // namespace tessera::rules

@@ -329,6 +329,7 @@ TEST(DTensorModes, InferenceNoGradAndAutocastFreeCode) {
       const c10::InferenceMode inference;
       EXPECT_TRUE(at::equal(DTensor(x * 2).full_tensor(), numbers({4, 6}) * 2));
       expect_close(DTensor(at::softmax(x, 0)).full_tensor(), at::softmax(numbers({4, 6}), 0), "softmax");
+      expect_close(DTensor(at::max_pool1d(x, 2)).full_tensor(), at::max_pool1d(numbers({4, 6}), 2), "pool");
     }
     const at::NoGradGuard no_grad;
     EXPECT_FALSE((x * 2).requires_grad());
@@ -459,6 +460,10 @@ TEST(DTensorAutograd, DoubleBackward) {
     for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
       const DTensor x = distribute_tensor(numbers({4, 3}).requires_grad_(), mesh, {placement}, std::nullopt);
       expect_close(DTensor(second(function(x), x)).full_tensor(), second(function(plain), plain),
+                   placement.str());
+      // Autograd makes zeros of its own here.
+      auto pooled = [](const at::Tensor& t) { return at::avg_pool1d((t * t).unsqueeze(0), 2); };
+      expect_close(DTensor(second(pooled(x), x)).full_tensor(), second(pooled(plain), plain),
                    placement.str());
     }
     const DTensor x = distribute_tensor(numbers({4, 3}).requires_grad_(), mesh, {Shard(0)}, std::nullopt);
@@ -652,6 +657,26 @@ TEST(DTensorInPlace, OutVariants) {
   });
 }
 
+TEST(DTensorInPlace, BecomesAnother) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    at::Tensor x = distribute_tensor(numbers({4, 3}), mesh, {Shard(0)});
+    at::Tensor y = distribute_tensor(numbers({2, 6}, 1), mesh, {Shard(1)});
+    x.set_(x);
+    EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), numbers({4, 3})));
+    x.set_(y);
+    y.add_(1);
+    EXPECT_EQ(DTensor(x).placements(), Placements{Shard(1)});
+    EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), numbers({2, 6}, 1) + 1));
+    expect_error<c10::Error>(
+        [&] {
+          x.set_(at::ones({2, 6}));
+        },
+        {"'source' is a plain tensor of shape [2, 6]"});
+    expect_error<c10::Error>([&] { x.set_(y.to(at::kLong)); }, {"Long", "Float"});
+  });
+}
+
 TEST(DTensorInPlace, CannotBeReallocated) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
@@ -660,6 +685,7 @@ TEST(DTensorInPlace, CannotBeReallocated) {
       expect_error<c10::Error>([&] { x.resize_({2, 2}); }, {"cannot be changed in place"});
       at::Tensor out = zeros({2, 2}, mesh, {placement});
       EXPECT_THAT(error_of([&] { at::cumsum_out(out, x, 0); }), HasSubstr("shape"));
+      x.resize_({1, 4});
       EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), numbers({1, 4})));
     }
   });
@@ -716,6 +742,51 @@ TEST(DTensorErrors, AreForPeople) {
     expect_error<c10::Error>([&] { at::nonzero(x); },
                              {"aten::nonzero", "'self'", "[S(0), R]", "redistribute()"});
     at::relu(x);
+  });
+}
+
+/// In its words, on every rank, also where a rule computes something else or a rank holds nothing.
+TEST(DTensorErrors, AsOnOneDevice) {
+  using Call = std::function<at::Tensor(const at::Tensor&)>;
+  const std::vector<Call> calls{
+      [](const at::Tensor& x) { return at::softmax(x.to(at::kLong), 0, std::nullopt); },
+      [](const at::Tensor& x) { return at::argmax(x > 0, 0); },
+      [](const at::Tensor& x) { return std::get<0>(at::topk(x, 7, 0)); },
+      [](const at::Tensor& x) { return at::logcumsumexp(x.to(at::kLong), 0); },
+      [](const at::Tensor& x) { return at::bitwise_and(x, x); },
+      [](const at::Tensor& x) {
+        return at::avg_pool2d((x > 0).view({1, 5, 1, 4}), {1, 2});
+      },
+  };
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (size_t i = 0; i < calls.size(); ++i) {
+      const std::string expected = error_of([&] { calls[i](numbers({5, 4})); });
+      ASSERT_NE(expected, "");
+      for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
+        const at::Tensor x = distribute_tensor(numbers({5, 4}), mesh, {placement});
+        EXPECT_EQ(error_of([&] { calls[i](x); }), expected) << i << ' ' << placement;
+      }
+    }
+  });
+}
+
+/// What only reads plain tensors may be told to take them for replicas; so may what writes into them.
+TEST(DTensorInPlace, IntoPlainTensors) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
+      const at::Tensor x = distribute_tensor(numbers({4, 3}), mesh, {placement}, std::nullopt);
+      at::Tensor plain = at::zeros({4, 3}), rows = at::zeros({6, 3});
+      expect_error<c10::ValueError>([&] { plain.copy_(x); },
+                                    {"aten::copy_", "'self'", "[4, 3]", "full_tensor()", "Replication"});
+      const ImplicitReplicationGuard guard;
+      EXPECT_TRUE(plain.copy_(x).is_same(plain));
+      rows.index_add_(0, at::tensor({5, 0, 0, 3}), x);
+      EXPECT_TRUE(at::equal(plain, numbers({4, 3}))) << placement;
+      EXPECT_TRUE(at::equal(rows, at::zeros({6, 3}).index_add_(0, at::tensor({5, 0, 0, 3}), plain)))
+          << placement;
+    }
   });
 }
 

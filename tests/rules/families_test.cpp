@@ -27,6 +27,24 @@ TEST_P(Families, SumsOfPartsInAnotherDtype) {
   }
 }
 
+/// Nor are those of integers that wrap around.
+TEST_P(Families, SumsOfPartsThatWrap) {
+  const std::vector<Function> functions{
+      [](const Tensors& x) { return x[0].sum(0, false, at::kChar) * 0.5; },
+      [](const Tensors& x) { return x[0].sum(0, false, at::kChar) / 2; },
+      [](const Tensors& x) { return (x[0].sum(0, false, at::kChar) * at::scalar_tensor(2, at::kFloat)); },
+      [](const Tensors& x) { return x[0].sum(0, false, at::kChar).sum().to(at::kFloat); },
+      [](const Tensors& x) { return x[0].sum(0, false, at::kChar).cumsum(0).to(at::kFloat); },
+      [](const Tensors& x) { return x[0].sum(0, false, at::kChar).sum(0, false, at::kFloat); },
+      [](const Tensors& x) {
+        return (x[0].sum(0, false, at::kChar) + x[0].select(0, 0).to(at::kLong)).to(at::kFloat);
+      },
+      [](const Tensors& x) { return at::trapezoid(x[0], 1, 0); },
+  };
+  for (const Function& function : functions)
+    check(function, {at::full({8, 3}, 100, at::kChar)}, /*partial=*/false);
+}
+
 /// Norms of small dtypes are far from what these can hold when squared.
 TEST(Norms, OfHalves) {
   run(4, [] {

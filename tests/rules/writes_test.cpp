@@ -102,6 +102,10 @@ TEST(Writes, AreSeenByWhatWasExpanded) {
       EXPECT_TRUE(at::equal(DTensor(view).full_tensor(), plain.expand({3, 6})));
       EXPECT_TRUE(at::equal(DTensor(row).full_tensor(), plain[0]));
     }
+    // A write where each place has memory of its own.
+    at::Tensor column = numbers({6, 1}), y = distribute_tensor(column, mesh, {Shard(0)});
+    for (const at::Tensor& each : {column, y}) each.expand({6, 6}).diagonal().mul_(2);
+    EXPECT_TRUE(at::equal(DTensor(y).full_tensor(), column));
   });
 }
 
@@ -211,6 +215,18 @@ TEST(Writes, InPlaceViews) {
         EXPECT_EQ(DTensor(x).spec().shape(), plain.sizes());
         EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
       }
+    }
+    // A view stays one of what the base was.
+    for (const Placements& placements : all_placements(2, 2, false)) {
+      at::Tensor plain = numbers({5, 4}), x = distribute_tensor(plain, mesh, placements);
+      at::Tensor of_plain = plain.slice(0, 1, 3), of_x = x.slice(0, 1, 3);
+      for (const auto& [base, view] : {std::pair(plain, of_plain), std::pair(x, of_x)}) {
+        base.t_();
+        view.mul_(2);
+        base.add_(1);
+      }
+      EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << placements;
+      EXPECT_TRUE(at::equal(DTensor(of_x).full_tensor(), of_plain)) << placements;
     }
     // Of a view, which stays one.
     at::Tensor plain = numbers({5, 1, 4}), x = distribute_tensor(plain, mesh, {Shard(0), Shard(1)});

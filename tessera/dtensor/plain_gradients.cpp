@@ -1,0 +1,114 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dtensor/dtensor.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/detach.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+/// Operators for which autograd has a formula that makes a gradient of zeros as a plain tensor: it becomes a
+/// distributed one here, so that it can be added to others, and leaves have no other.
+namespace tessera {
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+/// The tensor itself, whose gradient is distributed.
+struct WithDistributedGradient : torch::autograd::Function<WithDistributedGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& self) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const DTensorImpl& impl = *DTensorImpl::of(self);
+    // Keeps the mesh.
+    const at::Tensor local = at::zeros({}, impl.local().options());
+    const DeviceMesh& mesh = impl.spec().mesh();
+    context->save_for_backward({DTensor::from_local(local, mesh, Placements(mesh.ndim(), Replicate()))});
+    return at::detach(self);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const at::Tensor& gradient = gradients[0];
+    if (!gradient.defined() || DTensor::is_dtensor(gradient)) return {gradient};
+    const DeviceMesh mesh = DTensor(context->get_saved_variables()[0]).device_mesh();
+    return {DTensor::from_local(gradient, mesh, Placements(mesh.ndim(), Replicate()))};
+  }
+};
+
+at::Tensor with_distributed_gradient(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.requires_grad() && DTensor::is_dtensor(tensor)
+             ? WithDistributedGradient::apply(tensor)
+             : tensor;
+}
+
+/// With the formula that autograd has for it.
+void by_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  op.redispatchBoxed(keys.add(c10::DispatchKey::AutogradNestedTensor), stack);
+}
+
+void operator_with_plain_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (at::GradMode::is_enabled()) {
+    for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+      IValue& value = (*stack)[i];
+      if (value.isTensor()) value = with_distributed_gradient(value.toTensor());
+    }
+  }
+  by_autograd(op, keys, stack);
+}
+
+/// Without dims and elements, tensors are left out of what is joined.
+bool is_left_out(const at::Tensor& tensor) {
+  return tensor.dim() == 1 && tensor.size(0) == 0 && tensor.requires_grad();
+}
+
+void cat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  IValue& list = (*stack)[stack->size() - 2];
+  const at::List<at::Tensor> given = list.toTensorList();
+  if (at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), is_left_out)) {
+    std::vector<at::Tensor> tensors = given.vec();
+    for (at::Tensor& tensor : tensors) {
+      if (is_left_out(tensor)) tensor = with_distributed_gradient(tensor);
+    }
+    list = std::move(tensors);
+  }
+  by_autograd(op, keys, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  for (const char* name : {"_adaptive_avg_pool2d_backward",
+                           "_adaptive_avg_pool3d_backward",
+                           "adaptive_max_pool2d_backward",
+                           "adaptive_max_pool3d_backward",
+                           "avg_pool2d_backward",
+                           "avg_pool3d_backward",
+                           "copysign.Tensor",
+                           "fractional_max_pool2d_backward",
+                           "fractional_max_pool3d_backward",
+                           "max_pool2d_with_indices_backward",
+                           "max_pool3d_with_indices_backward",
+                           "nextafter",
+                           "normal.Tensor_Tensor",
+                           "normal.Tensor_float",
+                           "normal.float_Tensor",
+                           "poisson",
+                           "reflection_pad1d_backward",
+                           "reflection_pad2d_backward",
+                           "reflection_pad3d_backward",
+                           "replication_pad1d_backward",
+                           "replication_pad2d_backward",
+                           "replication_pad3d_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&operator_with_plain_gradients>());
+  }
+  library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
+}
+
+}  // namespace
+
+}  // namespace tessera

@@ -93,6 +93,7 @@ class Copies {
     memory.set_(copy.storage, local.storage_offset(), local.sizes(), local.strides());
     at::Tensor result = make_dtensor(std::move(memory), impl.spec());
     DTensorImpl& made = *DTensorImpl::of(result);
+    made.set_storage_offset(tensor.storage_offset());
     if (copy.first.defined()) made.share_writes(*DTensorImpl::of(copy.first));
     copy.first = result;
     if (const auto& origin = impl.origin()) {

@@ -1,5 +1,6 @@
 """Local tensors lie in memory as their specs say: kernels are chosen by the strides of the spec, and read the memory of the local tensor."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -202,6 +203,7 @@ def test_views_begin_where_they_do_on_one_device():
                 mine, theirs = view(x), view(whole)
                 assert mine.storage_offset() == theirs.storage_offset() and mine.stride() == theirs.stride()
                 assert_whole(mine, theirs)
+                assert copy.deepcopy(mine).storage_offset() == mine.storage_offset()
             with pytest.raises(RuntimeError, match="lies before 'self'"):
                 x[2:].as_strided((2, 2), (5, 1), 0)
 

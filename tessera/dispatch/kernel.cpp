@@ -66,13 +66,13 @@ struct Way {
 
 /// How to carry out calls with one key.
 struct Recipe {
-  std::vector<Spec> inputs;      // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;          // else on replicas
-  rules::Decision decision;      // by_rule
-  bool is_special = false;       // by_rule: see there
-  bool in_doubt = false;         // on replicas, as the operator may refuse arguments that need not be in the key
-  std::vector<Way> ways;         // of each input
-  std::vector<Spec> outputs;     // of the last call, likely to be those of the next
+  std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;       // else on replicas
+  rules::Decision decision;   // by_rule
+  bool is_special = false;    // by_rule: see there
+  bool in_doubt = false;      // on replicas, as the operator may refuse arguments that need not be in the key
+  std::vector<Way> ways;      // of each input
+  std::vector<Spec> outputs;  // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;  // by_rule, of an operator that returns views: see view_offsets
 };
 

@@ -373,6 +373,7 @@ TEST(ForwardAD, AFailureInsideIsToldAndLeavesNoLevelBehind) {
   const auto circle = errors_of(2, [](const Group& group) {
     {
       const DualLevel level;
+      comm::barrier(group).wait();
       if (get_rank() == 1) comm::barrier(group).wait();
     }
     if (get_rank() == 0) comm::barrier(group).wait();
@@ -393,7 +394,7 @@ RANK_BODY(slow_thread) {
     const Group group = current_world()->group();
     comm::barrier(group).wait();
     if (get_rank() == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      std::this_thread::sleep_for(std::chrono::milliseconds(700));
       comm::send(at::ones({1}), 2, group).wait();
     }
     if (get_rank() == 2) comm::recv(at::ones({1}), 1, group).wait();
@@ -405,7 +406,7 @@ RANK_BODY(slow_process) {
   launch(1, [] {
     const Group group = current_world()->group();
     comm::barrier(group).wait();
-    if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(700));
     reduce_in(group);
   });
 }
@@ -423,7 +424,7 @@ int64_t count(const std::string& text, const std::string& part) {
 }
 
 TEST(Wait, ThatLastsIsReportedOnceForTheProcess) {
-  const auto quick = testing::spawn_ranks("slow_thread", 1, reporting_after("0.4"));
+  const auto quick = testing::spawn_ranks("slow_thread", 1, reporting_after("0.2"));
   testing::expect_ok(quick);
   const std::string& text = quick[0].output;
   EXPECT_THAT(
@@ -433,14 +434,14 @@ TEST(Wait, ThatLastsIsReportedOnceForTheProcess) {
             HasSubstr("in recv(Float[1], tag 0) from rank 1, for rank 1"),
             HasSubstr("rank 1 does not wait, its last was barrier after 1 collectives of group [0, 1, 2]")));
   EXPECT_GE(count(text, "rank 1 does not wait"), 1);
-  EXPECT_LE(count(text, "rank 1 does not wait"), 3);  // after 0.4 s, and each doubling
+  EXPECT_LE(count(text, "rank 1 does not wait"), 3);  // after 0.2 s, and each doubling
   const auto silent = testing::spawn_ranks("slow_thread", 1, reporting_after("0"));
   testing::expect_ok(silent);
   EXPECT_EQ(count(silent[0].output, "has waited"), 0);
 }
 
 TEST(Wait, ThatLastsIsReportedByProcesses) {
-  const auto results = testing::spawn_ranks("slow_process", 2, reporting_after("0.4"));
+  const auto results = testing::spawn_ranks("slow_process", 2, reporting_after("0.2"));
   testing::expect_ok(results);
   EXPECT_THAT(results[0].output, AllOf(HasSubstr("rank 0 has waited for 0."), HasSubstr("in ALLREDUCE"),
                                        HasSubstr("of group gloo/cpu/0,1")));

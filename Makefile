@@ -105,7 +105,7 @@ install: build
 tsan:
 	$(call configure,build-tsan,-DTESSERA_SANITIZE=thread -DTESSERA_BUILD_BENCH=OFF -DTESSERA_BUILD_EXAMPLES=OFF)
 	@cmake --build build-tsan
-	@cd build-tsan && GTEST_FILTER="-GlooThreads.*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
+	@cd build-tsan && GTEST_FILTER="-Gloo*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
 
 clean:
 	@rm -rf $(BUILD) build-tsan build-wheel

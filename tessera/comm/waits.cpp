@@ -73,7 +73,7 @@ class Watch {
       }
       const std::string text = report();
       lock.unlock();
-      TORCH_WARN(text);
+      TORCH_WARN("tessera: ", text);
       lock.lock();
     }
   }

@@ -104,6 +104,31 @@ TEST(Bridge, GradientsFlow) {
   });
 }
 
+// Also where a rank holds nothing on one side, or a replica that is no shard.
+TEST(Bridge, GradientsFlowOnEveryRank) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor whole = whole_tensor({6, 3});
+    const DeviceMesh line = init_device_mesh(at::kCPU, {4}), square = init_device_mesh(at::kCPU, {2, 2});
+    for (const auto& spec : {chunks(0, {0, 1}), chunks(1, {3}), chunks(0, {0, 1, 2, 3})}) {
+      for (const int64_t dim : {0, 1}) {  // along dim 1 the last rank holds nothing
+        const ShardedTensor tensor = shard_tensor(whole.clone().requires_grad_(), spec);
+        const at::Tensor distributed = to_dtensor(tensor, line, {Shard(static_cast<int32_t>(dim))});
+        (distributed * distributed).sum().backward();
+        ASSERT_TRUE(tensor.grad().defined());
+        expect_parts(tensor.grad(), whole * 2);
+      }
+    }
+    for (const Placements& placements :
+         {Placements{Shard(0), Replicate()}, {Replicate(), Shard(1)}, {Replicate(), Replicate()}}) {
+      const at::Tensor leaf = distribute_tensor(whole, square, placements).requires_grad_();
+      at::Tensor loss = at::zeros({});
+      for (const at::Tensor& local : from_dtensor(leaf).local_tensors()) loss = loss + local.square().sum();
+      loss.backward();
+      EXPECT_TRUE(at::equal(DTensor(leaf.grad()).full_tensor(), whole * 2));
+    }
+  });
+}
+
 TEST(Bridge, Errors) {
   on_ranks(2, [](int64_t) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});

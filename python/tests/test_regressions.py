@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import tessera
 from ranks import assert_whole, meshes, on_ranks, placements_of, values
-from tessera import DTensor, Partial, Replicate, Shard
+from tessera import DTensor, Partial, Replicate, Shard, _StridedShard
 
 
 def partial(whole, mesh):
@@ -299,3 +299,17 @@ def test_what_is_refused_has_the_error_of_one_device(name):
         with pytest.raises(Exception) as found:
             REFUSED[name](tessera.distribute_tensor(values(4), mesh, [Shard(0)] * mesh.ndim))
         assert type(found.value) is type(expected.value), found.value
+
+
+@on_ranks()
+def test_what_is_moved_is_not_autocast():
+    """Libtorch refuses to join float16 where autocast is to bfloat16; ranks join what they move."""
+    for mesh in meshes():
+        whole = values(8, 4).half()
+        with torch.autocast("cpu", torch.bfloat16):
+            for placements in ([Shard(0)] * mesh.ndim, [_StridedShard(0, split_factor=2)] + [Replicate()] * (mesh.ndim - 1)):
+                x = tessera.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                assert_whole(x, whole)
+                assert_whole(x.redistribute(placements=[Shard(1)] * mesh.ndim), whole)
+                assert_whole(x.flip(0), whole.flip(0))
+                assert_whole(x[[5, 0, 3]], whole[[5, 0, 3]])

@@ -84,6 +84,10 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
     return found
 
 
+def is_refused(found: list[tuple[str, Any]]) -> bool:
+    return bool(found) and found[-1][0] == "error"
+
+
 def alone(
     compute: Compute, made: Any, mode: str, memory: dict[str, str], seen: dict[str, torch.Tensor]
 ) -> list[tuple[str, Any]]:
@@ -130,9 +134,9 @@ def agree(
     values: bool,
 ) -> None:
     """Raises Wrong if the ranks gave something else than one device. `values`: compare values, not dtypes and shapes alone."""
-    errors = {rank: found[-1][1] for rank, found in enumerate(got) if found and found[-1][0] == "error"}
+    errors = {rank: found[-1][1] for rank, found in enumerate(got) if is_refused(found)}
     own = {rank: error for rank, error in errors.items() if not is_of_peer(str(error))}
-    refused = expected[-1][1] if expected and expected[-1][0] == "error" else None
+    refused = expected[-1][1] if is_refused(expected) else None
     if errors and not own:
         raise Wrong(f"the ranks wait for each other: {first_line(next(iter(errors.values())))}")
     if own and len(own) < len(got):

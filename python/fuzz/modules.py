@@ -76,10 +76,11 @@ def compute(made: Any, place: Place, out: Out) -> None:
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[number] = tensors[f"input {number}"] = place(f"input {number}", leaf)
+    takes_distributed = any(isinstance(leaf, DTensor) for leaf in leaves)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     results = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
     for number, leaf in enumerate(results):
-        out(f"result {number}", leaf)
+        out(f"result {number}", leaf, not takes_distributed)
     for name, buffer in module.named_buffers():
         out(name, buffer, are_plain.get(name, False))
     differentiate(results, tensors, orders, place, out)

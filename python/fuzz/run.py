@@ -65,8 +65,9 @@ def drawn(kind: str, name: str, seed: int) -> Case | None:
     rng = random.Random(f"{kind} {name} {seed}")
     module: Any = __import__(kind)
     options, mode, tolerance = module.draw(name, rng)
+    made = module.make(**options)
     seen: dict[str, torch.Tensor] = {}
-    harness.alone(module.compute, module.make(**options), mode, {}, seen)
+    is_refused = harness.is_refused(harness.alone(module.compute, made, mode, {}, seen))
     mesh = rng.choice(MESHES)
     placements = {
         name: tuple(random_placements(rng, each.dim(), len(mesh), reductions_of(each, mode)))
@@ -80,6 +81,12 @@ def drawn(kind: str, name: str, seed: int) -> Case | None:
         else {}
     )
     memory = {name: way for name, way in ways.items() if way}
+    if (
+        memory
+        and not is_refused
+        and harness.is_refused(harness.alone(module.compute, made, mode, memory, {}))
+    ):
+        memory = {}  # which one device cannot do, and ranks may
     return Case(kind, options, mode, tolerance, mesh, placements, memory) if seen else None
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import tessera
 from ranks import assert_whole, meshes, on_ranks, placements_of, values
-from tessera import DTensor, Partial, Replicate, Shard
+from tessera import DTensor, Partial, Replicate, Shard, _StridedShard
 from tessera.experimental import implicit_replication
 
 
@@ -285,6 +285,15 @@ DRAWS = {
     "bernoulli": lambda x: x.bernoulli_(2.0),
     "dropout": lambda x: torch.dropout(x, 2.0, True),
     "multinomial": lambda x: torch.multinomial(x.abs(), 9),
+    "gather": lambda x: x.gather(0, x.long() + 9),
+    "scatter": lambda x: x.scatter(0, x.long() + 9, 1.0),
+    "scatter_add": lambda x: x.scatter_add(0, x.long() + 9, x),
+    "index_add": lambda x: x.index_add(0, x.long() + 9, x),
+    "index_select": lambda x: x.index_select(0, x.long() + 9),
+    "index_put": lambda x: x.index_put((x.long() + 9,), x),
+    "take": lambda x: x.take(x.long() + 9),
+    "embedding": lambda x: F.embedding(x.long() + 9, x.unsqueeze(1)),
+    "embedding_bag": lambda x: F.embedding_bag(x.long().unsqueeze(0) + 9, x.unsqueeze(1)),
     "exponential dtype": lambda x: x.long().exponential_(),
     "cauchy dtype": lambda x: x.long().cauchy_(),
     "geometric dtype": lambda x: x.bool().geometric_(0.5),
@@ -305,6 +314,29 @@ def test_draws_that_one_device_refuses(name):
         with pytest.raises(Exception) as found:
             DRAWS[name](tessera.distribute_tensor(values(4), mesh, [Shard(0)] * mesh.ndim))
         assert type(found.value) is type(expected.value), found.value
+
+
+@on_ranks()
+def test_what_is_moved_is_not_autocast():
+    """Libtorch refuses to join float16 where autocast is to bfloat16; ranks join what they move."""
+    for mesh in meshes():
+        whole = values(8, 4).half()
+        with torch.autocast("cpu", torch.bfloat16):
+            for placements in ([Shard(0)] * mesh.ndim, [_StridedShard(0, split_factor=2)] + [Replicate()] * (mesh.ndim - 1)):
+                x = tessera.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                assert_whole(x, whole)
+                assert_whole(x.redistribute(placements=[Shard(1)] * mesh.ndim), whole)
+                assert_whole(x.flip(0), whole.flip(0))
+                assert_whole(x[[5, 0, 3]], whole[[5, 0, 3]])
+
+
+@on_ranks()
+def test_as_strided_of_expanded_tensors():
+    for mesh in meshes():
+        for placements in placements_of(values(1, 20), mesh):
+            whole, x = values(1, 20).expand(3, 20), tessera.distribute_tensor(values(1, 20), mesh, placements).expand(3, 20)
+            assert_whole(x.as_strided((3, 4, 5), (0, 5, 1)), whole.as_strided((3, 4, 5), (0, 5, 1)))
+            assert_whole(torch.stft(x, 8, return_complex=True, center=False).abs(), torch.stft(whole, 8, return_complex=True, center=False).abs())
 
 
 REFUSED = {

@@ -1,5 +1,6 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
@@ -306,7 +307,7 @@ Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const Re
   if (even(inputs) && transport_reduces(output.scalar_type(), op.op_)) {
     Tensors flat;
     for (const at::Tensor& input : inputs) flat.push_back(input.reshape({-1}));
-    return reduce_scatter_from(output, at::cat(flat), op, group);
+    return reduce_scatter_from(output, joined(flat), op, group);
   }
   Tensors parts;
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/joined.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
@@ -180,7 +181,7 @@ at::Tensor part_of(const at::Tensor& whole, const std::vector<Pieces>& pieces) {
     } else {
       std::vector<at::Tensor> parts;
       for (const Range& piece : pieces[dim]) parts.push_back(result.narrow(d, piece.offset, piece.size));
-      result = at::cat(parts, d);
+      result = joined(parts, d);
     }
   }
   return result.contiguous();

@@ -1,3 +1,4 @@
+#include <tessera/comm/joined.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
@@ -55,7 +56,7 @@ at::Tensor take(at::Tensor tensor, const Box& box) {
     if (box[d].size() > 1) {
       Tensors parts;
       for (const Range& range : box[d]) parts.push_back(tensor.narrow(d, range.offset, range.size));
-      tensor = at::cat(parts, d);
+      tensor = joined(parts, d);
     } else {
       const Range range = box[d].empty() ? Range{} : box[d].front();
       if (range.size != tensor.size(d)) tensor = tensor.narrow(d, range.offset, range.size);

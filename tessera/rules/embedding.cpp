@@ -104,7 +104,8 @@ struct HeldIndices {
 
   /// `padding`: an index that counts for nothing; -1: none.
   HeldIndices(const at::Tensor& indices, const at::Tensor& offsets, const Spec& weight, int64_t padding) {
-    const Masked masked(indices, weight.global_offset()[0], weight.local_shape()[0], weight.shape()[0], 0);
+    const Masked masked(indices, weight.global_offset()[0], weight.local_shape()[0], weight.shape()[0], 0,
+                        /*wraps=*/false, /*is_index_error=*/false);
     at::Tensor held = at::logical_not(masked.elsewhere);
     if (padding >= 0) held = at::logical_and(held, at::ne(indices, padding));
     numbers = at::nonzero(held).squeeze(1);

@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/joined.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
@@ -111,7 +112,7 @@ at::Tensor Sharers::join(const at::Tensor& own, int64_t dim, const std::vector<i
     parts.push_back(outputs[ranks_[i]] = new_memory(shape, own.options()));
   }
   comm::all_gather(outputs, own.contiguous(), group_).wait();
-  return at::cat(parts, dim);
+  return joined(parts, dim);
 }
 
 int64_t Sharers::before(const std::vector<int64_t>& sizes) const {
@@ -182,7 +183,7 @@ void Exchange::operator()(const at::Tensor& target, const at::Tensor& source, Mo
     std::vector<at::Tensor> parts;
     for (const Part& part : out_[i].source) parts.push_back(part.of(source, dim_));
     shape[dim_] = 0;
-    sent.push_back(parts.empty() ? new_memory(shape, source.options()) : at::cat(parts, dim_).contiguous());
+    sent.push_back(parts.empty() ? new_memory(shape, source.options()) : joined(parts, dim_).contiguous());
     shape[dim_] = in_[i].count;
     received.push_back(new_memory(shape, source.options()));
   }

@@ -97,12 +97,13 @@ Rule composed(std::string text);
 std::function<Local(const Chosen&)> with_local_sizes(size_t position);
 
 /// Of indices into a dim of which this rank holds a range: where they point to in it, `other` for those that
-/// point elsewhere, and which these are. Throws if one is outside of the dim. `wraps`: negative ones count
+/// point elsewhere, and which these are. Throws if one is outside of the dim, an IndexError if
+/// `is_index_error`, as libtorch does for some operators and not for others. `wraps`: negative ones count
 /// from the end.
 struct Masked {
   at::Tensor indices, elsewhere;
   Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other,
-         bool wraps = false);
+         bool wraps = false, bool is_index_error = true);
 };
 
 /// A new tensor placed like the first, but for what is partial: its value is whole on every rank. What the

@@ -4,6 +4,8 @@
 #include <tessera/rules/select.h>
 
 #include <algorithm>
+#include <string>
+#include <string_view>
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -11,13 +13,17 @@
 namespace tessera::rules {
 
 Masked::Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other,
-               bool wraps) {
+               bool wraps, bool is_index_error) {
   const at::Tensor known = wraps ? at::where(at::lt(global, 0), at::add(global, size), global) : global;
   if (global.numel() > 0 && global.is_cpu()) {
     const auto [lowest, highest] = at::aminmax(known);
-    TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size,
-                        "an index is out of range: ", "indices go from ", lowest.item<int64_t>(), " to ",
-                        highest.item<int64_t>(), " in a dim of size ", size, ".");
+    if (lowest.item<int64_t>() < 0 || highest.item<int64_t>() >= size) {
+      const std::string message =
+          c10::str("an index is out of range: indices go from ", lowest.item<int64_t>(), " to ",
+                   highest.item<int64_t>(), " in a dim of size ", size, ".");
+      TESSERA_CHECK_INDEX(!is_index_error, message);
+      TESSERA_CHECK(false, message);
+    }
   }
   indices = at::sub(known, offset);
   elsewhere = at::logical_or(at::lt(indices, 0), at::ge(indices, held));
@@ -25,6 +31,13 @@ Masked::Masked(const at::Tensor& global, int64_t offset, int64_t held, int64_t s
 }
 
 namespace {
+
+/// Whether libtorch raises an IndexError if an index of the operator is out of range.
+bool has_index_error(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  const auto begins = [&](std::string_view prefix) { return name.rfind(prefix, 0) == 0; };
+  return !begins("aten::gather") && !begins("aten::scatter") && !begins("aten::index_add");
+}
 
 /// What is picked where the dim is cut: by the rank that holds it; the others have zeros there.
 Placement picked(const Spec& spec) {
@@ -44,7 +57,8 @@ std::function<Local(const Chosen&)> masked_pick(
     local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
       const int64_t held = self.local_shape()[dim];
-      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps);
+      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps,
+                          has_index_error(op));
       if (held == 0) return Stack{at::zeros(output.local_shape(), x.options())};
       put_index(arguments, masked.indices);
       at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
@@ -147,7 +161,7 @@ std::function<Local(const Chosen&)> with_bin(int64_t dim, bool wraps,
       bin[dim] = 1;
       arguments[0] = at::cat({x, at::zeros(bin, x.options())}, dim);
       const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held,
-                          wraps);
+                          wraps, has_index_error(op));
       put_index(arguments, masked.indices);
       return Stack{call_operator(op, std::move(arguments))[0].toTensor().narrow(dim, 0, held).clone()};
     };

@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/joined.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/rules/exchange.h>
 #include <tessera/rules/marked.h>
@@ -113,7 +114,7 @@ at::Tensor Marked::spread(const at::Tensor& rows, int64_t size) const {
     values.push_back(received[i]);
   }
   comm::all_to_all(received, sent, ways.group).wait();
-  return at::cat(values);
+  return joined(values);
 }
 
 }  // namespace tessera::rules

@@ -516,8 +516,16 @@ std::optional<Proposal> as_strided(const Call& call) {
     Local local;
     local.detached = true;
     local.compute = [spec, offset](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
-      const at::Tensor laid_out = at::empty_strided(spec.shape(), spec.strides(), x.options()).copy_(x);
+      at::Tensor x = arguments[0].toTensor();
+      const at::Tensor laid_out = at::empty_strided(spec.shape(), spec.strides(), x.options());
+      at::Tensor written = laid_out;
+      for (const int64_t dim : c10::irange(spec.ndim())) {
+        if (spec.strides()[dim] != 0 || spec.shape()[dim] < 2) continue;
+        // All along an expanded dim is one in memory.
+        x = x.narrow(dim, 0, 1);
+        written = written.narrow(dim, 0, 1);
+      }
+      written.copy_(x);
       return Stack{laid_out.as_strided(arguments[1].toIntVector(), arguments[2].toIntVector(), offset)};
     };
     return local;

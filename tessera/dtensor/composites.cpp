@@ -184,7 +184,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 
 /// In one operator, whose mask is whole also where the input is a partial sum.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
-  TESSERA_CHECK_VALUE(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
+  TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
   if (!train || p == 0 || input.numel() == 0) return input;
   return std::get<0>(at::native_dropout(input, p, true));
 }

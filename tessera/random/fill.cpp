@@ -228,9 +228,9 @@ void Region::for_each_run(const std::function<void(uint64_t, int64_t)>& fn) cons
 }
 
 Distribution Distribution::uniform(double from, double to) {
-  TESSERA_CHECK_VALUE(from <= to && std::isfinite(to - from),
-                      "uniform: expected two numbers in ascending order that are not too far apart, got ",
-                      from, " and ", to, ".");
+  TESSERA_CHECK(from <= to && std::isfinite(to - from),
+                "uniform: expected two numbers in ascending order that are not too far apart, got ", from,
+                " and ", to, ".");
   Distribution result;
   result.name_ = "uniform";
   result.kind_ = Kind::uniform;
@@ -240,7 +240,7 @@ Distribution Distribution::uniform(double from, double to) {
 }
 
 Distribution Distribution::normal(double mean, double std) {
-  TESSERA_CHECK_VALUE(std >= 0, "normal: the standard deviation must not be negative, got ", std, ".");
+  TESSERA_CHECK(std >= 0, "normal: the standard deviation must not be negative, got ", std, ".");
   Distribution result;
   result.name_ = "normal";
   result.kind_ = Kind::normal;
@@ -250,7 +250,7 @@ Distribution Distribution::normal(double mean, double std) {
 }
 
 Distribution Distribution::log_normal(double mean, double std) {
-  TESSERA_CHECK_VALUE(std > 0, "log_normal: the standard deviation must be positive, got ", std, ".");
+  TESSERA_CHECK(std > 0, "log_normal: the standard deviation must be positive, got ", std, ".");
   Distribution result = normal(mean, std);
   result.name_ = "log_normal";
   result.kind_ = Kind::log_normal;
@@ -258,7 +258,7 @@ Distribution Distribution::log_normal(double mean, double std) {
 }
 
 Distribution Distribution::exponential(double lambd) {
-  TESSERA_CHECK_VALUE(lambd > 0, "exponential: lambda must be positive, got ", lambd, ".");
+  TESSERA_CHECK(lambd > 0, "exponential: lambda must be positive, got ", lambd, ".");
   Distribution result;
   result.name_ = "exponential";
   result.kind_ = Kind::exponential;
@@ -267,7 +267,7 @@ Distribution Distribution::exponential(double lambd) {
 }
 
 Distribution Distribution::cauchy(double median, double sigma) {
-  TESSERA_CHECK_VALUE(sigma > 0, "cauchy: sigma must be positive, got ", sigma, ".");
+  TESSERA_CHECK(sigma > 0, "cauchy: sigma must be positive, got ", sigma, ".");
   Distribution result;
   result.name_ = "cauchy";
   result.kind_ = Kind::cauchy;
@@ -277,7 +277,7 @@ Distribution Distribution::cauchy(double median, double sigma) {
 }
 
 Distribution Distribution::geometric(double p) {
-  TESSERA_CHECK_VALUE(p > 0 && p < 1, "geometric: p must be between 0 and 1, got ", p, ".");
+  TESSERA_CHECK(p > 0 && p < 1, "geometric: p must be between 0 and 1, got ", p, ".");
   Distribution result;
   result.name_ = "geometric";
   result.kind_ = Kind::geometric;
@@ -286,7 +286,7 @@ Distribution Distribution::geometric(double p) {
 }
 
 Distribution Distribution::bernoulli(double p) {
-  TESSERA_CHECK_VALUE(p >= 0 && p <= 1, "bernoulli: p must be from 0 to 1, got ", p, ".");
+  TESSERA_CHECK(p >= 0 && p <= 1, "bernoulli: p must be from 0 to 1, got ", p, ".");
   Distribution result;
   result.name_ = "bernoulli";
   result.of_ = Of::truth;
@@ -295,8 +295,8 @@ Distribution Distribution::bernoulli(double p) {
 }
 
 Distribution Distribution::integers(int64_t from, std::optional<int64_t> to) {
-  TESSERA_CHECK_VALUE(!to || from < *to, "random: expected whole numbers from one up to a larger one, got ",
-                      from, " and ", to.value_or(0), ".");
+  TESSERA_CHECK(!to || from < *to, "random: expected whole numbers from one up to a larger one, got ", from,
+                " and ", to.value_or(0), ".");
   Distribution result = integers();
   result.has_from_ = true;
   result.from_ = from;
@@ -399,8 +399,8 @@ class Filling {
       return {};
     } else {
       const auto limit = static_cast<double>(std::numeric_limits<T>::max());
-      TESSERA_CHECK_VALUE(from >= -limit && to <= limit && to - from <= limit, "uniform: ", from, " to ", to,
-                          " is more than tensors of ", out_.scalar_type(), " hold.");
+      TESSERA_CHECK(from >= -limit && to <= limit && to - from <= limit, "uniform: ", from, " to ", to,
+                    " is more than tensors of ", out_.scalar_type(), " hold.");
       return {from, to - from, from < to ? std::max(from, below<T>(to)) : from};
     }
   }
@@ -449,8 +449,8 @@ class Filling {
     const int64_t last = wanted_.to_ ? *wanted_.to_ - 1 : most;
     const bool fits =
         kFloating ? fits_in_floating<T>(from) && fits_in_floating<T>(last) : from >= least && last <= most;
-    TESSERA_CHECK_VALUE(fits && from <= last, "random: whole numbers from ", from, " to ", last,
-                        " are not all numbers of ", out_.scalar_type(), ".");
+    TESSERA_CHECK(fits && from <= last, "random: whole numbers from ", from, " to ", last,
+                  " are not all numbers of ", out_.scalar_type(), ".");
     return {from, static_cast<uint64_t>(last) - static_cast<uint64_t>(from) + 1};
   }
 

@@ -152,12 +152,11 @@ at::Tensor multinomial_of(const at::Tensor& weights, int64_t count, bool replace
   const int64_t classes = weights.size(-1);
   TESSERA_CHECK(weights.is_floating_point(), "multinomial: weights must be floating point numbers, not ",
                 weights.scalar_type(), ".");
-  TESSERA_CHECK_VALUE(weights.dim() == 1 || weights.dim() == 2, "multinomial: weights have 1 or 2 dims, not ",
-                      weights.dim(), ".");
-  TESSERA_CHECK_VALUE(count > 0 && classes > 0, "multinomial: cannot draw ", count, " of ", classes,
-                      " indices.");
-  TESSERA_CHECK_VALUE(replacement || count <= classes, "multinomial: cannot draw ", count,
-                      " different indices from ", classes, "; draw with replacement.");
+  TESSERA_CHECK(weights.dim() == 1 || weights.dim() == 2, "multinomial: weights have 1 or 2 dims, not ",
+                weights.dim(), ".");
+  TESSERA_CHECK(count > 0 && classes > 0, "multinomial: cannot draw ", count, " of ", classes, " indices.");
+  TESSERA_CHECK(replacement || count <= classes, "multinomial: cannot draw ", count,
+                " different indices from ", classes, "; draw with replacement.");
   const at::Tensor rows = weights.to(at::kCPU, at::kDouble).reshape({-1, classes}).contiguous();
   const int64_t held = rows.size(0);
   // With replacement each result has a number of its own; else each weight has.

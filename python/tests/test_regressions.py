@@ -309,6 +309,19 @@ def test_what_one_device_refuses(name):
                     assert str(error.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
+@pytest.mark.parametrize("operator", ["gather", "scatter_add", "index_add", "index_select", "index_copy"])
+@on_ranks()
+def test_indices_out_of_range(operator):
+    mesh = meshes()[0]
+    index = torch.full((8, 3), 9) if operator in ("gather", "scatter_add") else torch.full((8,), 9)
+    arguments = [] if operator in ("gather", "index_select") else [values(8, 3)]
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        getattr(values(8, 3), operator)(0, index, *arguments)
+    x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
+    with pytest.raises(expected.type, match="range|bounds"), implicit_replication():
+        getattr(x, operator)(0, index, *arguments)
+
+
 @on_ranks()
 def test_integers_wrap_as_on_one_device():
     """Also if they are sums that have yet to be reduced."""

@@ -32,6 +32,21 @@ Placement picked(const Spec& spec) {
   return Partial(spec.dtype() == c10::ScalarType::Bool ? ReduceOp::any : ReduceOp::sum);
 }
 
+/// The same, with the kind of error that libtorch has for the operator.
+template <class... Arguments>
+Masked masked_for(const c10::OperatorHandle& op, const Arguments&... arguments) {
+  try {
+    return Masked(arguments...);
+  } catch (const c10::IndexError& error) {
+    const std::string& name = op.schema().name();
+    const bool is_index_error = name.find("gather") == std::string::npos &&
+                                name.find("scatter") == std::string::npos &&
+                                name.find("index_add") == std::string::npos;
+    TESSERA_CHECK(is_index_error, error.what_without_backtrace());
+    throw;
+  }
+}
+
 /// Runs the operator on a rank's part of argument 0 with its indices into it.
 /// `spread`: makes the mask meet the result.
 std::function<Local(const Chosen&)> masked_pick(
@@ -45,7 +60,8 @@ std::function<Local(const Chosen&)> masked_pick(
     local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
       const int64_t held = self.local_shape()[dim];
-      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps);
+      const Masked masked =
+          masked_for(op, get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps);
       if (held == 0) return Stack{at::zeros(output.local_shape(), x.options())};
       put_index(arguments, masked.indices);
       at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
@@ -150,8 +166,8 @@ std::function<Local(const Chosen&)> with_bin(int64_t dim, bool wraps,
       Shape bin = x.sizes().vec();
       bin[dim] = 1;
       arguments[0] = at::cat({x, at::zeros(bin, x.options())}, dim);
-      const Masked masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held,
-                          wraps);
+      const Masked masked = masked_for(op, get_index(arguments), self.global_offset()[dim], held,
+                                       self.shape()[dim], held, wraps);
       put_index(arguments, masked.indices);
       return Stack{call_operator(op, std::move(arguments))[0].toTensor().narrow(dim, 0, held).clone()};
     };

@@ -70,7 +70,7 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
     with torch.no_grad():
-        result = memo.setdefault("tessera", _C.Copies()).copy(tensor)  # type: ignore[call-overload]
+        result: torch.Tensor = memo.setdefault("tessera", _C.Copies()).copy(tensor)  # type: ignore[call-overload]
         result.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None:
             result.grad = copy.deepcopy(tensor.grad, memo)

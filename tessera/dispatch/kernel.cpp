@@ -652,11 +652,16 @@ class OperatorCall {
     const bool of_floats =
         rule.family == "convolution" || rule.family == "pooling" || rule.family == "spatial";
     if (of_floats && !at::isFloatingType(arguments_[0].spec().dtype())) return true;
+    const Stack all = arguments_as_given();
+    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+  }
+
+  Stack arguments_as_given() const {
     Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const Argument& each : arguments_) {
       if (!each.in_list) all[each.position] = each.tensor;
     }
-    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+    return all;
   }
 
   /// Whether every rank holds as much of each dim.
@@ -815,6 +820,10 @@ class OperatorCall {
     }
     if (kernel_.reshapes_in_place_) inputs[0] = as_it_was(inputs[0].toTensor());
     functional.callBoxed(inputs);
+    if (kernel_.has_out_ && is_converted(inputs) && may_refuse_shapes(op_, arguments_as_given())) {
+      collect();  // on replicas the operator says whether it converts
+      return run_collected();
+    }
     Stack results;
     for (const size_t i : c10::irange(schema_.returns().size())) {
       results.push_back(argument(kernel_.returned_argument_[i]));
@@ -822,6 +831,15 @@ class OperatorCall {
     }
     stack_.erase(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (IValue& result : results) stack_.push_back(std::move(result));
+  }
+
+  /// Whether a result is of another dtype than what it is to be written into.
+  bool is_converted(const Stack& results) const {
+    for (const size_t i : c10::irange(schema_.returns().size())) {
+      const IValue& target = stack_[first_ + kernel_.returned_argument_[i]];
+      if (results[i].toTensor().scalar_type() != target.toTensor().scalar_type()) return true;
+    }
+    return false;
   }
 
   /// The tensor with the shape and the memory it has now.

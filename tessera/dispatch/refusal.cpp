@@ -71,6 +71,7 @@ Stack of_one_element(const c10::OperatorHandle& op, const Stack& arguments,
 
 /// Whether an error is about meta tensors themselves, of which some kernels ask for values or another device.
 bool is_of_meta_tensors(std::string_view error) {
+  error = error.substr(0, error.find('\n'));  // behind it: where it was raised
   return error.find("meta") != std::string_view::npos || error.find("Meta") != std::string_view::npos;
 }
 

@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -130,6 +131,9 @@ std::optional<Proposal> gather(const Call& call) {
   const Spec &x = call.tensors[*self], &i = call.tensors[*index];
   if (x.ndim() == 0 || x.ndim() != i.ndim()) return std::nullopt;
   const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+  for (const int64_t d : c10::irange(x.ndim())) {
+    if (d != dim && i.shape()[d] > x.shape()[d]) return std::nullopt;
+  }
   Letters input = common({x.shape(), i.shape()}, dim), output = input;
   input[dim] = 'x';
   output[dim] = 'z';

@@ -148,6 +148,7 @@ struct Pool {
     if (pool.divisor) {
       pool.counts_padding = call.flag("count_include_pad");
       if (call.has("divisor_override")) pool.divides_by = call.integer("divisor_override");
+      if (pool.divides_by == 0) return std::nullopt;
     }
     return pool;
   }

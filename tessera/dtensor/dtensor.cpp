@@ -117,8 +117,12 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const Memory& memory = recall(context);
     if (!gradients[0].defined()) return {Variable(), Variable()};
     const auto placements =
-        memory.grad_placements.value_or(with_partials_replicated(memory.spec.placements()));
-    const auto order = memory.grad_placements ? ShardOrder() : memory.spec.order();
+        normalize(memory.grad_placements.value_or(with_partials_replicated(memory.spec.placements())),
+                  memory.spec.ndim());
+    // What is sharded as the tensor is, is so in its order.
+    const bool sharded_alike =
+        with_partials_replicated(placements) == with_partials_replicated(memory.spec.placements());
+    const auto order = sharded_alike ? memory.spec.order() : ShardOrder();
     const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), std::nullopt,
                     gradients[0].scalar_type(), order);
     check_local(gradients[0], spec, "The gradient of to_local");

@@ -215,6 +215,27 @@ TEST(DTensorApi, TheReadmeExample) {
 }
 
 // Also by a rank alone, and as the at::Tensor that it is.
+TEST(DTensorApi, GradientsOfLocalTensorsKeepTheShardOrder) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const at::Tensor weights = numbers({8, 3}, 3);
+    for (const std::vector<int64_t>& order : {std::vector<int64_t>{0, 1}, {1, 0}}) {
+      const Placements rows{Shard(0), Shard(0)};
+      const DTensor x(distribute_tensor(numbers({8, 3}), mesh, rows)
+                          .redistribute(rows, {.order = order})
+                          .detach()
+                          .requires_grad_());
+      const at::Tensor w =
+          distribute_tensor(weights, mesh, rows).redistribute(rows, {.order = order}).to_local();
+      for (const OptionalPlacements& given : {OptionalPlacements(), OptionalPlacements(rows)}) {
+        x.mutable_grad().reset();
+        (x.to_local(given) * w).sum().backward();
+        expect_close(DTensor(x.grad()).full_tensor(), weights, "gradient");
+      }
+    }
+  });
+}
+
 TEST(DTensorApi, PrintsWhatTheRankHolds) {
   run(2, [] {
     auto printed = [](const at::Tensor& tensor) {

@@ -206,6 +206,15 @@ def test_views_begin_where_they_do_on_one_device():
                 assert copy.deepcopy(mine).storage_offset() == mine.storage_offset()
             with pytest.raises(RuntimeError, match="lies before 'self'"):
                 x[2:].as_strided((2, 2), (5, 1), 0)
+            if any(placement.is_partial() for placement in placements):
+                continue
+            mine, theirs = x[2:].as_strided((2, 2), (5, 1), 15), whole.clone()
+            x.add_(1)
+            theirs.add_(1)
+            assert_whole(mine, theirs[3:5, :2])
+            mine.zero_()
+            theirs[3:5, :2] = 0
+            assert_whole(x, theirs)
 
 
 FILLED = """

@@ -1045,6 +1045,9 @@ class OperatorCall {
   static at::Tensor view_of(const c10::OperatorHandle& op, Stack arguments, const at::Tensor& base,
                             size_t number) {
     arguments[0] = base;
+    // In `arguments` it counts from where the base begins; see offset_from_self.
+    if (op.schema().name() == "aten::as_strided" && DTensorImpl::of(base) && !arguments[3].isNone())
+      arguments[3] = arguments[3].toInt() + base.storage_offset();
     op.callBoxed(arguments);
     std::vector<at::Tensor> views;
     for (const IValue& result : arguments) {

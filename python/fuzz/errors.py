@@ -1,4 +1,4 @@
-"""What one device refuses: error inputs of PyTorch's database, samples with a wrong dtype, shape or argument."""
+"""What one device refuses: error inputs of PyTorch's database; wrong dtypes, shapes and arguments."""
 
 import random
 from typing import Any

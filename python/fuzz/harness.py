@@ -40,7 +40,8 @@ def laid(
         found = distribute(tensor)
         if not isinstance(found, DTensor):
             return function(found)
-        local, mesh, placements = function(found.to_local()), found.device_mesh, found.placements  # type: ignore[attr-defined]
+        mesh, placements = found.device_mesh, found.placements
+        local = function(found.to_local())
         return DTensor.from_local(local, mesh, placements, shape=found.shape, stride=found.stride())
 
     match memory:
@@ -133,7 +134,7 @@ def agree(
     tolerance: tuple[float, float],
     values: bool,
 ) -> None:
-    """Raises Wrong if the ranks gave something else than one device. `values`: compare values, not dtypes and shapes alone."""
+    """Raises Wrong if ranks gave something else than one device. `values`: not dtypes and shapes alone."""
     errors = {rank: found[-1][1] for rank, found in enumerate(got) if is_refused(found)}
     own = {rank: error for rank, error in errors.items() if not is_of_peer(str(error))}
     refused = expected[-1][1] if is_refused(expected) else None

@@ -12,13 +12,14 @@ from modules import compute as compute
 USES = [modules]
 
 SMALL = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
 TWO_SIDED = {
-    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 1,
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 1,
 }  # fmt: skip
 IMAGES = {"image_size": 8, "num_channels": 3, "num_labels": 5}
 EXPERTS = {**GROUPED, "experts_implementation": "eager"}
@@ -29,7 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": {**TWO_SIDED, "forced_eos_token_id": None},
     "BertForMaskedLM": {},
     "BloomForCausalLM": {},
-    "ConvNextForImageClassification": {**IMAGES, "image_size": 32, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "ConvNextForImageClassification": {
+        **IMAGES, "image_size": 32, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+    },
     "DebertaV2ForMaskedLM": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "DistilBertForMaskedLM": {"hidden_dim": 24},
     "ElectraForMaskedLM": {"embedding_size": 8},
@@ -48,11 +51,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": GROUPED,
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 4},
     "RobertaForMaskedLM": {"type_vocab_size": 1},
-    "T5ForConditionalGeneration": {"d_kv": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1, "decoder_start_token_id": 0},
+    "T5ForConditionalGeneration": {
+        "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1, "decoder_start_token_id": 0,
+    },
     "ViTForImageClassification": {**IMAGES, "patch_size": 4},
     "WhisperForConditionalGeneration": {
-        **TWO_SIDED, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, "suppress_tokens": None,
-        "begin_suppress_tokens": None,
+        **TWO_SIDED, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16,
+        "suppress_tokens": None, "begin_suppress_tokens": None,
     },
 }  # fmt: skip
 NAMES = list(FAMILIES)

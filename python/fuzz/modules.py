@@ -1,4 +1,4 @@
-"""Modules of PyTorch's database, every tensor placed at random: forward, backward, double backward, training or not."""
+"""Modules of PyTorch's database, every tensor placed at random: results, buffers, double gradients."""
 
 import copy
 import random

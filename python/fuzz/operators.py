@@ -30,7 +30,7 @@ COMPLEX_MEMORY = (*MEMORY, "conjugated", "locally conjugated")
 
 #: Memory with which one device is no measure of an operator.
 UNFIT = {
-    # Of columns or rows that are all the same the results are noise; it writes into expanded memory, with a warning.
+    # Of columns or rows that are all the same results are noise; masked_fill_ writes into them, and warns.
     "expanded": (
         *("linalg.*", "svd*", "pca_lowrank", "eig*", "lu*", "cholesky*", "ormqr", "geqrf", "qr", "pinverse"),
         *("logdet", "det", "slogdet", "masked_fill"),

@@ -49,7 +49,7 @@ LIMIT = 120
 
 def reductions_of(tensor: torch.Tensor, mode: str) -> list[str]:
     """The kinds of partial values that it can be made of."""
-    # Autocast casts parameters with a lock held that all ranks share, so what has to be reduced first is refused.
+    # Autocast casts parameters with a lock held that ranks share: what has to be reduced first is refused.
     if mode == "autocast" or tensor.dtype not in SUMMABLE:
         return []
     return ["sum", "sum", "avg", "product", *([] if tensor.is_complex() else ["max", "min"])]

@@ -24,7 +24,7 @@ class Case:
 
 
 def source(modules: list[ModuleType], wanted: list[str]) -> str:
-    """The imports and definitions of these modules that `wanted` needs. A name means one thing in all of them."""
+    """The imports and definitions that `wanted` needs; of two with one name, that of the last module."""
     definitions: dict[str, str] = {}
     imports: dict[str, str] = {}
     needs: dict[str, set[str]] = {}
@@ -96,5 +96,7 @@ if __name__ == "__main__":
     placements = {{  # of what is distributed
 {chr(10).join(lines)}
     }}
-    check(compute, made, mesh={case.mesh}, placements=placements, mode={case.mode!r}, memory={case.memory}, tolerance={case.tolerance})
+    memory = {case.memory}
+    way = {{"mesh": {case.mesh}, "mode": {case.mode!r}, "tolerance": {case.tolerance}}}
+    check(compute, made, **way, placements=placements, memory=memory)
 '''

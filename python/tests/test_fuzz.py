@@ -33,8 +33,7 @@ def test_what_fails_is_made_small_and_runs_alone(tmp_path: Path) -> None:
     assert (
         "'b': [Shard(0)],\n    }" in text
         and "'a'" not in text
-        and "mesh=(2,)" in text
-        and "mode='no_grad'" in text
+        and '"mesh": (2,), "mode": \'no_grad\'' in text
     ), text
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     alone = subprocess.run(

@@ -336,7 +336,6 @@ def test_as_strided_of_expanded_tensors():
         for placements in placements_of(values(1, 20), mesh):
             whole, x = values(1, 20).expand(3, 20), tessera.distribute_tensor(values(1, 20), mesh, placements).expand(3, 20)
             assert_whole(x.as_strided((3, 4, 5), (0, 5, 1)), whole.as_strided((3, 4, 5), (0, 5, 1)))
-            assert_whole(torch.stft(x, 8, return_complex=True, center=False).abs(), torch.stft(whole, 8, return_complex=True, center=False).abs())
 
 
 REFUSED = {

@@ -645,23 +645,19 @@ class OperatorCall {
   /// some rank may have nothing to compute. The same on all ranks.
   bool may_refuse(const rules::Decision& decision) const {
     const rules::Rule& rule = *resolved_.rule;
-    if (rule.itemwise) return false;
+    // Random numbers would be others on replicas; their rules check what they are told.
+    if (rule.itemwise || kernel_.is_random_) return false;
     const bool replaces = decision.has_local || decision.decompose;
     if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
     // Kernels that cannot be tried, and of which most take no other numbers.
     const bool of_floats =
         rule.family == "convolution" || rule.family == "pooling" || rule.family == "spatial";
     if (of_floats && !at::isFloatingType(arguments_[0].spec().dtype())) return true;
-    const Stack all = arguments_as_given();
-    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
-  }
-
-  Stack arguments_as_given() const {
     Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const Argument& each : arguments_) {
       if (!each.in_list) all[each.position] = each.tensor;
     }
-    return all;
+    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
   }
 
   /// Whether every rank holds as much of each dim.
@@ -820,8 +816,8 @@ class OperatorCall {
     }
     if (kernel_.reshapes_in_place_) inputs[0] = as_it_was(inputs[0].toTensor());
     functional.callBoxed(inputs);
-    if (kernel_.has_out_ && is_converted(inputs) && may_refuse_shapes(op_, arguments_as_given())) {
-      collect();  // on replicas the operator says whether it converts
+    if (kernel_.has_out_ && !kernel_.is_random_ && is_converted(inputs)) {
+      collect();  // on replicas the operator says itself whether it converts
       return run_collected();
     }
     Stack results;

@@ -649,15 +649,26 @@ class OperatorCall {
     if (rule.itemwise || kernel_.is_random_) return false;
     const bool replaces = decision.has_local || decision.decompose;
     if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
-    // Kernels that cannot be tried, and of which most take no other numbers.
-    const bool of_floats =
-        rule.family == "convolution" || rule.family == "pooling" || rule.family == "spatial";
-    if (of_floats && !at::isFloatingType(arguments_[0].spec().dtype())) return true;
+    if (may_refuse_dtype(rule.family, arguments_[0].tensor)) return true;
     Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const Argument& each : arguments_) {
       if (!each.in_list) all[each.position] = each.tensor;
     }
     return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+  }
+
+  /// Of families whose kernels cannot be tried.
+  static bool may_refuse_dtype(std::string_view family, const at::Tensor& tensor) {
+    const at::ScalarType dtype = tensor.scalar_type();
+    const auto is = [&](auto... names) { return ((family == names) || ...); };
+    if (is("matmul")) return dtype == at::kBool;
+    if (is("linalg"))
+      return dtype != at::kFloat && dtype != at::kDouble && dtype != at::kComplexFloat &&
+             dtype != at::kComplexDouble;
+    if (is("interpolate") && dtype == at::kByte) return false;
+    if (is("pooling", "interpolate") && dtype == at::kHalf && tensor.is_cpu()) return true;
+    return is("convolution", "pooling", "spatial", "interpolate", "normalize", "loss", "attention") &&
+           !at::isFloatingType(dtype);
   }
 
   /// Whether every rank holds as much of each dim.

@@ -213,7 +213,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ranks_change_settings_together(name, monkeypatch):
     # PyTorch's own test tools, which other tests import, forbid to set some of them.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     change, get, new, old = SETTINGS[name]
 
     def main():

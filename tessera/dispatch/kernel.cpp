@@ -649,7 +649,7 @@ class OperatorCall {
     if (rule.itemwise || kernel_.is_random_) return false;
     const bool replaces = decision.has_local || decision.decompose;
     if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
-    if (may_refuse_dtype(rule.family, arguments_[0].tensor)) return true;
+    if (may_refuse_dtype(rule.family)) return true;
     Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const Argument& each : arguments_) {
       if (!each.in_list) all[each.position] = each.tensor;
@@ -658,15 +658,17 @@ class OperatorCall {
   }
 
   /// Of families whose kernels cannot be tried.
-  static bool may_refuse_dtype(std::string_view family, const at::Tensor& tensor) {
-    const at::ScalarType dtype = tensor.scalar_type();
+  bool may_refuse_dtype(std::string_view family) const {
+    const at::ScalarType dtype = arguments_[0].spec().dtype();
     const auto is = [&](auto... names) { return ((family == names) || ...); };
     if (is("matmul")) return dtype == at::kBool;
     if (is("linalg"))
       return dtype != at::kFloat && dtype != at::kDouble && dtype != at::kComplexFloat &&
              dtype != at::kComplexDouble;
     if (is("interpolate") && dtype == at::kByte) return false;
-    if (is("pooling", "interpolate") && dtype == at::kHalf && tensor.is_cpu()) return true;
+    // CPUs lack some kernels of the smaller types.
+    const auto is_named = [&](const char* part) { return kernel_.name_.find(part) != std::string::npos; };
+    if (at::isReducedFloatingType(dtype) && (is_named("_aa") || is_named("avg_pool3d"))) return true;
     return is("convolution", "pooling", "spatial", "interpolate", "normalize", "loss", "attention") &&
            !at::isFloatingType(dtype);
   }

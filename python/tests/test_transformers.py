@@ -173,3 +173,57 @@ def test_generation(attention, cache):
         assert torch.equal(got.full_tensor() if isinstance(got, tessera.DTensor) else got, expected)
 
     test()
+
+
+#: Models that write into caches of their own which are plain: of convolutions, of states, of attention.
+CACHING = {
+    "JambaForCausalLM": {
+        "mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager",
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
+    },
+    "BambaForCausalLM": {
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4,
+        "attn_rotary_emb": 2,
+    },
+    "Zamba2ForCausalLM": {
+        "mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 4, "hybrid_layer_ids": [1],
+        "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "attention_head_dim": 8, "use_shared_attention_adapter": False,
+    },
+    "Qwen3NextForCausalLM": {
+        "head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+        "num_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager", "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Gemma2ForCausalLM": {"head_dim": 4, "sliding_window": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_generation_with_plain_caches(name):
+    family = getattr(transformers, name)
+    config = family.config_class(
+        **{
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+        }
+        | CACHING[name]
+    )  # fmt: skip
+    settings = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "cache_implementation": "static", "pad_token_id": 0}
+    models = [filled(family(config)).double().eval() for _ in range(5)]
+    expected = models.pop().generate(TOKENS[:, :5], **settings)
+
+    def shard(_, module, mesh):
+        for key, parameter in module.named_parameters(recurse=False):
+            rows = [Shard(0)] if parameter.dim() > 1 else [Replicate()]
+            module.register_parameter(key, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, rows)))
+
+    @on_ranks(4)
+    def test():
+        mesh = init_device_mesh("cpu", (4,))
+        model = distribute_module(models[tessera.get_rank()], mesh, shard)
+        with implicit_replication():
+            got = model.generate(distribute_tensor(TOKENS[:, :5], mesh, [Replicate()]), **settings)
+        assert torch.equal(got.full_tensor() if isinstance(got, tessera.DTensor) else got, expected)
+
+    test()

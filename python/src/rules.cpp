@@ -21,7 +21,7 @@ py::object propose(const std::string& name, const std::string& overload, const p
   if (!rule || rule->itemwise) return py::none();
   const c10::FunctionSchema& schema = op->schema();
   const torch::jit::Stack stack = torch::jit::createStackForSchema(schema, args, kwargs, std::nullopt);
-  rules::Call call;
+  rules::OpCall call;
   call.schema = &schema;
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
@@ -41,12 +41,12 @@ py::object propose(const std::string& name, const std::string& overload, const p
   }
   call.arguments = stack;
   if (call.tensors.empty()) return py::none();
-  const auto proposal = rule->propose(call);
-  if (!proposal) return py::none();
+  const auto strategies = rule->propose(call);
+  if (!strategies) return py::none();
   py::list rows;
-  for (const rules::Row& row : proposal->rows)
-    rows.append(py::make_tuple(from_placements(row.inputs), from_placements(row.outputs), row.divisor));
-  return py::make_tuple(rows, static_cast<bool>(proposal->decompose));
+  for (const rules::Strategy& strategy : strategies->options)
+    rows.append(py::make_tuple(from_placements(strategy.inputs), from_placements(strategy.outputs), strategy.divisor));
+  return py::make_tuple(rows, static_cast<bool>(strategies->decompose));
 }
 
 /// Whether the operator's kernels are given slices of replicas as views; see rules::Rule.
@@ -73,7 +73,7 @@ bool holds_tensors(const c10::Argument& argument) {
 }
 
 /// The call's arguments with tensors as specs; lists of them as lists.
-py::list arguments_of(const rules::Call& call) {
+py::list arguments_of(const rules::OpCall& call) {
   py::list result;
   size_t next = 0;
   for (size_t i = 0; i < call.schema->arguments().size(); ++i) {
@@ -106,29 +106,30 @@ void add_placements(py::handle given, Placements& placements) {
 void register_rule(const std::string& name, const std::string& overload, const py::function& function) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   TESSERA_CHECK_VALUE(op, "register_sharding: there is no operator ", name, ".", overload, ".");
-  rules::Rule rule;
-  rule.text = c10::str("given by ",
-                       py::str(py::getattr(function, "__name__", py::str("a function"))).cast<std::string>());
+  const std::string text = c10::str(
+      "given by ", py::str(py::getattr(function, "__name__", py::str("a function"))).cast<std::string>());
+  rules::Names reads;
   for (const c10::Argument& argument : op->schema().arguments()) {
-    if (!holds_tensors(argument)) rule.reads.push_back(argument.name());
+    if (!holds_tensors(argument)) reads.push_back(argument.name());
   }
   // Rules are kept to the end of the process, when Python may be gone.
   const auto* kept = new py::function(function);
-  rule.propose = [kept](const rules::Call& call) -> std::optional<rules::Proposal> {
+  auto propose = [kept](const rules::OpCall& call) -> std::optional<rules::Strategies> {
     const py::gil_scoped_acquire acquire;
-    rules::Proposal proposal;
+    rules::Strategies strategies;
     for (const py::handle given : (*kept)(*arguments_of(call))) {
       const auto pair = given.cast<std::pair<py::object, py::object>>();
-      rules::Row row;
-      add_placements(pair.first, row.outputs);
-      add_placements(pair.second, row.inputs);
-      TESSERA_CHECK_VALUE(row.inputs.size() == call.tensors.size(), "register_sharding: the rule of ",
-                          call.schema->name(), " gives placements of ", row.inputs.size(),
+      rules::Strategy strategy;
+      add_placements(pair.first, strategy.outputs);
+      add_placements(pair.second, strategy.inputs);
+      TESSERA_CHECK_VALUE(strategy.inputs.size() == call.tensors.size(), "register_sharding: the rule of ",
+                          call.schema->name(), " gives placements of ", strategy.inputs.size(),
                           " tensors, but the call has ", call.tensors.size(), ".");
-      proposal.rows.push_back(std::move(row));
+      strategies.options.push_back(std::move(strategy));
     }
-    return proposal;
+    return strategies;
   };
+  rules::Rule rule(text, propose, std::move(reads), "registered by the user");
   tessera::register_sharding(overload.empty() ? name : name + "." + overload, std::move(rule));
 }
 
@@ -137,7 +138,7 @@ void register_rule(const std::string& name, const std::string& overload, const p
 void bind_rules(py::module_& module) {
   module.def("sharding_rules", [] {
     py::dict result;
-    for (const auto& [op, rule] : rules::all_rules()) result[py::str(op)] = rule->text;
+    for (const auto& [op, rule] : rules::all_rules()) result[py::str(op)] = rule->text();
     return result;
   });
   module.def("register_sharding", &register_rule, py::arg("name"), py::arg("overload"), py::arg("function"));

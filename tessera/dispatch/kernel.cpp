@@ -68,7 +68,7 @@ struct Way {
 struct Recipe {
   std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
   bool by_rule = false;       // else on replicas
-  rules::Decision decision;   // by_rule
+  rules::ChosenStrategy decision;   // by_rule
   bool is_special = false;    // by_rule: see there
   bool in_doubt = false;      // on replicas, as the operator may refuse arguments that need not be in the key
   std::vector<Way> ways;      // of each input
@@ -306,7 +306,7 @@ class OperatorCall {
       recipe_ = std::make_shared<Recipe>(make_recipe());
       if (!recipe_->in_doubt) recipes.insert(key_, recipe_);
     }
-    const rules::Decision& decision = recipe_->decision;
+    const rules::ChosenStrategy& decision = recipe_->decision;
     if (recipe_->is_special) [[unlikely]] {
       const bool by_functional = writes() && !decision.local.writes;
       if (decision.decompose || (decision.has_local && by_functional)) {
@@ -609,7 +609,7 @@ class OperatorCall {
       check_one_mesh();
     }
     if (kernel_.has_views_ && recipe.by_rule) recipe.offsets = view_offsets();
-    const rules::Decision& decision = recipe.decision;
+    const rules::ChosenStrategy& decision = recipe.decision;
     for (const size_t i : c10::irange(arguments_.size())) {
       const Spec& from = recipe.inputs[i];
       recipe.ways.push_back(
@@ -643,7 +643,7 @@ class OperatorCall {
 
   /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
   /// some rank may have nothing to compute. The same on all ranks.
-  bool may_refuse(const rules::Decision& decision) const {
+  bool may_refuse(const rules::ChosenStrategy& decision) const {
     const rules::Rule& rule = *resolved_.rule;
     // Random numbers would be others on replicas; their rules check what they are told.
     if (rule.itemwise || kernel_.is_random_) return false;
@@ -683,9 +683,9 @@ class OperatorCall {
                       [](int64_t count, int64_t size) { return size % count == 0; });
   }
 
-  std::optional<rules::Decision> decide() {
+  std::optional<rules::ChosenStrategy> decide() {
     if (!resolved_.rule || writes_plain_) return std::nullopt;
-    rules::Call call;
+    rules::OpCall call;
     call.schema = &schema_;
     std::vector<int64_t> returned;
     for (const Argument& argument : arguments_) {
@@ -943,7 +943,7 @@ class OperatorCall {
     if (!local.defined()) return local;
     TESSERA_CHECK(local.layout() == at::kStrided, kernel_.name_, ": its result has the layout ",
                   local.layout(),
-                  ", which a distributed tensor of Tessera cannot have. Call it on what full_tensor() or "
+                  ", which a distributed tensor of Tessera cannot have. OpCall it on what full_tensor() or "
                   "to_local() gives.");
     if (local.is_conj() || local.is_neg()) [[unlikely]]
       local = local.resolve_conj().resolve_neg();
@@ -989,7 +989,7 @@ class OperatorCall {
     if (offset.isNone()) return;
     TESSERA_CHECK(offset.toInt() >= self.storage_offset(), kernel_.name_, ": storage offset ", offset.toInt(),
                   " lies before 'self', a view that begins at ", self.storage_offset(),
-                  " of its storage. Call as_strided on the base of the view.");
+                  " of its storage. OpCall as_strided on the base of the view.");
     offset = offset.toInt() - self.storage_offset();
   }
 
@@ -1014,7 +1014,7 @@ class OperatorCall {
     TESSERA_CHECK(number < outputs.size() || outputs.size() == 1, kernel_.name_,
                   ": its sharding rule tells of ", outputs.size(), " results, but there is a number ", number,
                   ".");
-    const rules::Decision::Output& output = outputs[outputs.size() == 1 ? 0 : number];
+    const rules::ChosenStrategy::Output& output = outputs[outputs.size() == 1 ? 0 : number];
     std::vector<int64_t> shape = shapes_.empty() ? output.result.shape : shapes_[number];
     shape.resize(local.dim(), rules::kLocal);
     for (const size_t dim : c10::irange(shape.size())) {
@@ -1032,7 +1032,7 @@ class OperatorCall {
   /// Remembers what a view is of, if writing into it does not write into its base.
   void set_origin(const at::Tensor& view, size_t number) {
     const Argument& base = arguments_[0];
-    const rules::Local& local = recipe_->decision.local;
+    const rules::LocalCall& local = recipe_->decision.local;
     const bool shares = recipe_->by_rule && !local.detached && !base.moved &&
                         DTensorImpl::of(view)->local().is_alias_of(base.impl().local());
     if (shares) DTensorImpl::of(view)->share_writes(base.impl());
@@ -1217,13 +1217,18 @@ class Registration {
 };
 
 /// Never undone: tensors in static variables may outlive any order of destruction.
-Registration& registration = *new Registration;
+Registration& registration() {
+  static Registration& instance = *new Registration;
+  return instance;
+}
 
 }  // namespace
 
+void register_kernels() { registration(); }
+
 void register_sharding(const std::string& op, rules::Rule rule) {
-  registration.cover(op);
-  rules::add_rule(op, std::move(rule));
+  registration().cover(op);
+  rules::add_rule({op}, std::move(rule));
 }
 
 std::map<std::string, uint64_t> fallback_counts() {

@@ -31,7 +31,7 @@ double bytes_of(const Spec& spec) {
          static_cast<double>(c10::elementSize(spec.dtype()));
 }
 
-/// What a row leaves open: how cuts are strided, and which partial placement is meant.
+/// What a strategy leaves open: how cuts are strided, and which partial placement is meant.
 struct Variant {
   int64_t split = 1;
   std::optional<Placement> partial = {};
@@ -53,15 +53,15 @@ bool agree(const Placements& chosen, const Placement& next) {
 /// The rows of one call, put together mesh dim by mesh dim.
 class Choice {
  public:
-  Choice(const Call& call, const Proposal& proposal, c10::ArrayRef<int64_t> returned)
+  Choice(const OpCall& call, const Strategies& strategies, c10::ArrayRef<int64_t> returned)
       : call_(call),
-        proposal_(proposal),
+        proposal_(strategies),
         returned_(returned),
         mesh_(call.tensors[0].mesh()),
-        parts_(proposal.rows.size(), 1),
+        parts_(strategies.options.size(), 1),
         inputs_(call.tensors.size()) {
     whole_.inputs.assign(call.tensors.size(), Replicate());
-    whole_.outputs.assign(proposal.rows.empty() ? 1 : proposal.rows[0].outputs.size(), Replicate());
+    whole_.outputs.assign(strategies.options.empty() ? 1 : strategies.options[0].outputs.size(), Replicate());
     outputs_.resize(whole_.outputs.size());
     for (const size_t i : c10::irange(call.tensors.size())) {
       const Spec& spec = call.tensors[i];
@@ -69,9 +69,9 @@ class Choice {
     }
   }
 
-  Decision decide() {
+  ChosenStrategy decide() {
     for (const size_t m : c10::irange(mesh_.shape().size())) choose(m);
-    Decision decision;
+    ChosenStrategy decision;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Spec& spec = call_.tensors[i];
       decision.inputs.push_back(spec.with_placements(inputs_[i], order_));
@@ -91,8 +91,8 @@ class Choice {
 
  private:
   const Placements& output(size_t number) const { return outputs_[outputs_.size() == 1 ? 0 : number]; }
-  const Placement& output(const Row& row, size_t number) const {
-    return row.outputs[row.outputs.size() == 1 ? 0 : number];
+  const Placement& output(const Strategy& strategy, size_t number) const {
+    return strategy.outputs[strategy.outputs.size() == 1 ? 0 : number];
   }
 
   void choose(size_t m) {
@@ -108,54 +108,54 @@ class Choice {
         partials.push_back({1, now});
     }
     const int64_t n = mesh_.shape()[m];
-    const Row* best = &whole_;
+    const Strategy* best = &whole_;
     Variant best_variant;
     double lowest = kImpossible;
-    auto consider = [&](const Row& row, const Variant& variant) {
-      const double cost = cost_of(row, variant, m, lowest);
+    auto consider = [&](const Strategy& strategy, const Variant& variant) {
+      const double cost = cost_of(strategy, variant, m, lowest);
       if (cost >= lowest) return;
       lowest = cost;
-      best = &row;
+      best = &strategy;
       best_variant = variant;
     };
-    for (const size_t r : c10::irange(proposal_.rows.size())) {
-      const Row& row = proposal_.rows[r];
-      if (row.divisor && row.divisor % (parts_[r] * n) != 0) continue;
-      if (row.mesh_dim != -1 && row.mesh_dim != static_cast<int64_t>(m)) continue;
-      if (row.any_partial) {
-        for (const Variant& variant : partials) consider(row, variant);
+    for (const size_t r : c10::irange(proposal_.options.size())) {
+      const Strategy& strategy = proposal_.options[r];
+      if (strategy.divisor && strategy.divisor % (parts_[r] * n) != 0) continue;
+      if (strategy.mesh_dim != -1 && strategy.mesh_dim != static_cast<int64_t>(m)) continue;
+      if (strategy.any_partial) {
+        for (const Variant& variant : partials) consider(strategy, variant);
         continue;
       }
-      consider(row, {});
-      if (row.divisor || row.ranges || row.mesh_dim != -1) continue;
-      for (const Variant& variant : splits) consider(row, variant);
+      consider(strategy, {});
+      if (strategy.divisor || strategy.contiguous || strategy.mesh_dim != -1) continue;
+      for (const Variant& variant : splits) consider(strategy, variant);
     }
     consider(whole_, {});
     for (const size_t i : c10::irange(inputs_.size())) inputs_[i].push_back(best_variant(best->inputs[i]));
     for (const size_t i : c10::irange(outputs_.size())) outputs_[i].push_back(best_variant(best->outputs[i]));
-    if (best != &whole_) parts_[best - proposal_.rows.data()] *= n;
+    if (best != &whole_) parts_[best - proposal_.options.data()] *= n;
   }
 
-  double cost_of(const Row& row, const Variant& variant, size_t m, double limit) const {
+  double cost_of(const Strategy& strategy, const Variant& variant, size_t m, double limit) const {
     const int64_t n = mesh_.shape()[m];
     double cost = 0;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Placement& now = call_.tensors[i].placement(m);
-      const Placement then = variant(row.inputs[i]);
+      const Placement then = variant(strategy.inputs[i]);
       if (!agree(inputs_[i], then)) return kImpossible;
       // Averages of integers are rounded: no part of one stands for itself.
-      if (then.is_partial(ReduceOp::avg) && !row.any_partial &&
+      if (then.is_partial(ReduceOp::avg) && !strategy.any_partial &&
           at::isIntegralType(call_.tensors[i].dtype(), /*includeBool=*/true))
         return kImpossible;
       cost += bytes_of(call_.tensors[i]) * price(now, then, n);
       if (call_.written[i]) {
-        const Placement after = returned_[i] < 0 ? then : variant(output(row, returned_[i]));
+        const Placement after = returned_[i] < 0 ? then : variant(output(strategy, returned_[i]));
         cost += bytes_of(call_.tensors[i]) * price(after, now, n);
       }
       if (cost >= limit) return cost;
     }
-    for (const size_t i : c10::irange(row.outputs.size())) {
-      if (!agree(outputs_[i], variant(row.outputs[i]))) return kImpossible;
+    for (const size_t i : c10::irange(strategy.outputs.size())) {
+      if (!agree(outputs_[i], variant(strategy.outputs[i]))) return kImpossible;
     }
     return cost;
   }
@@ -169,21 +169,21 @@ class Choice {
       return proposal_.results[proposal_.results.size() == 1 ? 0 : number];
     }
     Result known;
-    for (const Row& row : proposal_.rows) {
-      const Placement& cut = output(row, number);
+    for (const Strategy& strategy : proposal_.options) {
+      const Placement& cut = output(strategy, number);
       if (!cut.is_shard()) continue;
-      for (const size_t i : c10::irange(row.inputs.size())) {
-        if (!row.inputs[i].is_shard()) continue;
+      for (const size_t i : c10::irange(strategy.inputs.size())) {
+        if (!strategy.inputs[i].is_shard()) continue;
         if (static_cast<int64_t>(known.shape.size()) <= cut.dim()) known.shape.resize(cut.dim() + 1, kLocal);
-        known.shape[cut.dim()] = call_.tensors[i].shape()[row.inputs[i].dim()];
+        known.shape[cut.dim()] = call_.tensors[i].shape()[strategy.inputs[i].dim()];
         break;
       }
     }
     return known;
   }
 
-  Chosen chosen(const Decision& decision) const {
-    Chosen result{decision.inputs, {}, order_};
+  ChosenSpecs chosen(const ChosenStrategy& decision) const {
+    ChosenSpecs result{decision.inputs, {}, order_};
     for (const auto& output : decision.outputs) {
       result.outputs.emplace_back();
       const auto& shape = output.result.shape;
@@ -194,13 +194,13 @@ class Choice {
     return result;
   }
 
-  const Call& call_;
-  const Proposal& proposal_;
+  const OpCall& call_;
+  const Strategies& proposal_;
   const c10::ArrayRef<int64_t> returned_;
   const DeviceMesh& mesh_;
-  Row whole_;
+  Strategy whole_;
   ShardOrder order_;
-  std::vector<int64_t> parts_;  // that each row makes so far
+  std::vector<int64_t> parts_;  // that each strategy makes so far
   std::vector<Placements> inputs_, outputs_;
 };
 
@@ -210,7 +210,7 @@ bool is_channels_last(const Spec& spec) {
 }
 
 /// The strides of results that the rule leaves open: channels last if an input of as many dims is.
-void keep_memory_format(const Call& call, Decision& decision) {
+void keep_memory_format(const OpCall& call, ChosenStrategy& decision) {
   for (auto& [mesh, placements, order, result] : decision.outputs) {
     const auto& shape = result.shape;
     const bool is_open =
@@ -225,25 +225,25 @@ void keep_memory_format(const Call& call, Decision& decision) {
   }
 }
 
-std::optional<Decision> choose_one(const Rule& rule, const Call& call, c10::ArrayRef<int64_t> returned) {
-  auto proposal = rule.propose(call);
-  if (!proposal) return std::nullopt;
-  if (proposal->decompose) {
-    Decision decision;
-    decision.decompose = std::move(proposal->decompose);
-    decision.local.writes = proposal->writes;
+std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call, c10::ArrayRef<int64_t> returned) {
+  auto strategies = rule.propose(call);
+  if (!strategies) return std::nullopt;
+  if (strategies->decompose) {
+    ChosenStrategy decision;
+    decision.decompose = std::move(strategies->decompose);
+    decision.local.writes = strategies->writes;
     return decision;
   }
-  Decision decision = Choice(call, *proposal, returned).decide();
+  ChosenStrategy decision = Choice(call, *strategies, returned).decide();
   if (rule.keeps_memory_format) keep_memory_format(call, decision);
   return decision;
 }
 
 /// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and
 /// must be replicated. Only numbers among these are written.
-std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
+std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call) {
   std::vector<std::vector<size_t>> items;
-  Decision decision;
+  ChosenStrategy decision;
   decision.inputs.resize(call.tensors.size());
   decision.written.resize(call.tensors.size());
   for (size_t i = 0; i < call.tensors.size();) {
@@ -265,7 +265,7 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
     if (number != items.size()) return std::nullopt;  // some are plain, or lists differ in length
   }
   for (const auto& item : items) {
-    Call part{.schema = call.schema, .arguments = call.arguments, .readable = call.readable};
+    OpCall part{.schema = call.schema, .arguments = call.arguments, .readable = call.readable};
     for (const size_t i : item) {
       part.tensors.push_back(call.tensors[i]);
       part.positions.push_back(call.positions[i]);
@@ -287,7 +287,7 @@ std::optional<Decision> choose_items(const Rule& rule, const Call& call) {
 
 }  // namespace
 
-std::optional<Decision> choose(const Rule& rule, const Call& call, c10::ArrayRef<int64_t> returned) {
+std::optional<ChosenStrategy> choose(const Rule& rule, const OpCall& call, c10::ArrayRef<int64_t> returned) {
   return rule.itemwise ? choose_items(rule, call) : choose_one(rule, call, returned);
 }
 

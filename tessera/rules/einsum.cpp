@@ -124,13 +124,13 @@ std::optional<std::map<char, int64_t>> letter_sizes(const std::vector<Letters>& 
   return sizes;
 }
 
-std::vector<Row> rows(const Einsum& einsum) {
+std::vector<Strategy> strategies_of(const Einsum& einsum) {
   const size_t count = einsum.inputs.size();
-  std::vector<Row> result;
+  std::vector<Strategy> result;
   std::string order, known;
   for (const Letters& input : einsum.inputs) {
     for (const char letter : input) {
-      if (letter != kWhole && known.find(letter) == std::string::npos) known += letter;
+      if (letter != kUnsharded && known.find(letter) == std::string::npos) known += letter;
     }
   }
   auto collect = [&](const Letters& of) {
@@ -142,27 +142,27 @@ std::vector<Row> rows(const Einsum& einsum) {
   for (const Letters& input : einsum.inputs) collect(input);
 
   for (const char letter : order) {
-    Row row;
-    row.ranges = einsum.ranges;
+    Strategy strategy;
+    strategy.contiguous = einsum.contiguous;
     bool contracted = false;
     for (const Letters& output : einsum.outputs) {
       const auto dim = position(output, letter);
       contracted |= !dim;
-      row.outputs.push_back(dim ? Shard(*dim) : einsum.contracted.value_or(Replicate()));
+      strategy.outputs.push_back(dim ? Shard(*dim) : einsum.contracted.value_or(Replicate()));
     }
     if (contracted && !einsum.contracted) continue;
     for (size_t i = 0; i < count; ++i) {
       const auto dim = position(einsum.inputs[i], letter);
       const bool adds = contracted && contains(einsum.added, i);
-      row.inputs.push_back(dim ? Shard(*dim) : adds ? *einsum.contracted : Replicate());
+      strategy.inputs.push_back(dim ? Shard(*dim) : adds ? *einsum.contracted : Replicate());
     }
-    result.push_back(std::move(row));
+    result.push_back(std::move(strategy));
   }
   auto add_partial = [&](const Placement& partial, const auto& is_partial) {
-    Row row;
-    for (size_t i = 0; i < count; ++i) row.inputs.push_back(is_partial(i) ? partial : Replicate());
-    row.outputs.assign(einsum.outputs.size(), partial);
-    result.push_back(std::move(row));
+    Strategy strategy;
+    for (size_t i = 0; i < count; ++i) strategy.inputs.push_back(is_partial(i) ? partial : Replicate());
+    strategy.outputs.assign(einsum.outputs.size(), partial);
+    result.push_back(std::move(strategy));
   };
   for (const auto& set : einsum.linear) {
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <tessera/export.h>
-#include <tessera/rules/rule.h>
+#include <tessera/rules/strategy.h>
 
 #include <map>
 #include <optional>
@@ -18,10 +18,10 @@
 ///   cut a: S(0) -> S(0)         cut b: S(1) -> P(sum)
 namespace tessera::rules {
 
-/// kWhole for a dim that cannot be cut, as an element of the result depends on all of it or it has size 1
+/// kUnsharded for a dim that cannot be cut, as an element of the result depends on all of it or it has size 1
 /// where others are larger.
 using Letters = c10::SmallVector<char, 6>;
-inline constexpr char kWhole = '.';
+inline constexpr char kUnsharded = '.';
 
 /// letters("mk") == {'m', 'k'}
 TESSERA_API Letters letters(std::string_view text);
@@ -42,8 +42,8 @@ struct Einsum {
   std::vector<ReduceOp> kept = {};
   /// The same of all reductions: data are only moved.
   bool keeps_all = false;
-  /// See Row.
-  bool ranges = false;
+  /// See Strategy.
+  bool contiguous = false;
 };
 
 /// "mk,kn->mn"
@@ -60,6 +60,6 @@ TESSERA_API std::optional<std::map<char, int64_t>> letter_sizes(const std::vecto
 
 /// The rows of an einsum, those first that keep the outputs cut. Letters of outputs that no input has are not
 /// cut.
-TESSERA_API std::vector<Row> rows(const Einsum& einsum);
+TESSERA_API std::vector<Strategy> strategies_of(const Einsum& einsum);
 
 }  // namespace tessera::rules

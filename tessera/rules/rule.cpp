@@ -1,5 +1,4 @@
 #include <tessera/error.h>
-#include <tessera/rules/family.h>
 #include <tessera/rules/rule.h>
 
 #include <algorithm>
@@ -10,10 +9,6 @@
 namespace tessera::rules {
 
 namespace {
-
-bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
 
 /// Rules by name. One that was replaced stays in memory, as calls under way may still use it.
 class Registry {
@@ -29,49 +24,21 @@ class Registry {
     return found == rules_.end() ? nullptr : found->second;
   }
 
-  void set(const std::string& op, Rule rule) {
+  void set(const std::vector<std::string>& ops, Rule rule) {
     const std::lock_guard lock(mutex_);
-    rules_[op] = keep(std::move(rule));
+    const Rule* kept = kept_.emplace_back(std::make_unique<Rule>(std::move(rule))).get();
+    for (const std::string& op : ops) rules_[op] = kept;
     ++detail::registry_version;
   }
 
   std::vector<std::pair<std::string, const Rule*>> all() {
     const std::lock_guard lock(mutex_);
-    return {rules_.begin(), rules_.end()};
+    std::vector<std::pair<std::string, const Rule*>> result(rules_.begin(), rules_.end());
+    std::erase_if(result, [](const auto& each) { return each.first == kAnyPointwise; });
+    return result;
   }
 
  private:
-  Registry() {
-    const std::pair<const char*, Table (*)()> tables[] = {
-        {"pointwise", pointwise_rules}, {"matmul", matmul_rules},
-        {"reduce", reduce_rules},       {"normalize", normalize_rules},
-        {"loss", loss_rules},           {"embedding", embedding_rules},
-        {"attention", attention_rules}, {"convolution", convolution_rules},
-        {"pooling", pooling_rules},     {"interpolate", interpolate_rules},
-        {"spatial", spatial_rules},     {"view", view_rules},
-        {"join", join_rules},           {"index", index_rules},
-        {"select", select_rules},       {"sort", sort_rules},
-        {"scan", scan_rules},           {"factory", factory_rules},
-        {"list", list_rules},           {"linalg", linalg_rules},
-        {"random", random_rules}};
-    for (const auto& [family, table] : tables) {
-      for (Entry& entry : table()) {
-        entry.rule.family = family;
-        // Their kernels go through TensorIterator or BLAS, which take any strides.
-        entry.rule.takes_slices = is_one_of(entry.rule.family, {"pointwise", "matmul"});
-        entry.rule.keeps_memory_format |=
-            is_one_of(entry.rule.family, {"convolution", "pooling", "interpolate", "spatial", "join"});
-        const Rule* rule = keep(std::move(entry.rule));
-        for (const std::string& op : entry.ops) {
-          const std::string name = op.find("::") == std::string::npos ? "aten::" + op : op;
-          TESSERA_CHECK(rules_.emplace(name, rule).second, name, " has two sharding rules.");
-        }
-      }
-    }
-  }
-
-  const Rule* keep(Rule rule) { return kept_.emplace_back(std::make_unique<Rule>(std::move(rule))).get(); }
-
   std::mutex mutex_;
   std::map<std::string, const Rule*> rules_;
   std::vector<std::unique_ptr<Rule>> kept_;
@@ -87,7 +54,7 @@ std::optional<std::string> functional_name(const std::string& op) {
 
 }  // namespace
 
-std::optional<size_t> Call::position(std::string_view name) const {
+std::optional<size_t> OpCall::position(std::string_view name) const {
   const auto& all = schema->arguments();
   for (size_t i = 0; i < all.size(); ++i) {
     if (all[i].name() == name) return i;
@@ -95,16 +62,20 @@ std::optional<size_t> Call::position(std::string_view name) const {
   return std::nullopt;
 }
 
-std::optional<size_t> Call::tensor(std::string_view name) const {
+std::optional<size_t> OpCall::tensor(std::string_view name) const {
   const auto wanted = position(name);
   const auto found = wanted ? std::lower_bound(positions.begin(), positions.end(), *wanted) : positions.end();
   if (found == positions.end() || *found != *wanted) return std::nullopt;
   return found - positions.begin();
 }
 
-bool Call::has(std::string_view name) const { return position(name).has_value() && !value(name).isNone(); }
+const std::string& OpCall::name_of(size_t index) const {
+  return schema->arguments()[positions[index]].name();
+}
 
-const c10::IValue& Call::value(std::string_view name) const {
+bool OpCall::has(std::string_view name) const { return position(name).has_value() && !value(name).isNone(); }
+
+const c10::IValue& OpCall::value(std::string_view name) const {
   const auto found = position(name);
   TESSERA_CHECK(found, schema->name(), ": has no argument '", std::string(name),
                 "' that its sharding rule reads.");
@@ -114,7 +85,7 @@ const c10::IValue& Call::value(std::string_view name) const {
   return arguments[*found];
 }
 
-std::vector<int64_t> Call::integers(std::string_view name) const {
+std::vector<int64_t> OpCall::integers(std::string_view name) const {
   const c10::IValue& given = value(name);
   if (given.isNone()) return {};
   if (given.isInt()) return {given.toInt()};
@@ -122,28 +93,49 @@ std::vector<int64_t> Call::integers(std::string_view name) const {
 }
 
 const Rule* find_rule(const std::string& op, bool is_pointwise) {
-  static const Rule pointwise = any_pointwise();
   Registry& registry = Registry::instance();
   if (const Rule* rule = registry.find(op)) return rule;
   if (const auto name = functional_name(op)) {
     if (const Rule* rule = registry.find(*name)) return rule;
   }
-  return is_pointwise ? &pointwise : nullptr;
+  return is_pointwise ? registry.find(kAnyPointwise) : nullptr;
 }
 
-void add_rule(const std::string& op, Rule rule) { Registry::instance().set(op, std::move(rule)); }
+void add_rule(const std::vector<std::string>& ops, Rule rule) {
+  Registry::instance().set(ops, std::move(rule));
+}
 
-Rule explicit_rows(std::vector<Row> rows) {
-  return {"given rows", [rows = std::move(rows)](const Call& call) -> std::optional<Proposal> {
-            for (const Row& row : rows) {
-              TESSERA_CHECK_VALUE(row.inputs.size() == call.tensors.size(), call.schema->name(),
-                                  ": a row of its "
-                                  "sharding rule has ",
-                                  row.inputs.size(), " inputs, but the call has ", call.tensors.size(),
-                                  " tensors.");
-            }
-            return Proposal{rows};
-          }};
+Rule explicit_strategies(std::vector<Strategy> options) {
+  auto propose = [options = std::move(options)](const OpCall& call) -> std::optional<Strategies> {
+    for (const Strategy& option : options) {
+      TESSERA_CHECK_VALUE(option.inputs.size() == call.tensors.size(), call.schema->name(),
+                          ": a strategy of its sharding rule has ", option.inputs.size(),
+                          " inputs, but the call has ", call.tensors.size(), " tensors.");
+    }
+    return Strategies{options};
+  };
+  return {"given strategies", propose, {}, "registered by the user"};
+}
+
+Rule::Rule(Form given, Names more) : form(std::move(given)), reads(rules::reads(form)) {
+  reads.insert(reads.end(), more.begin(), more.end());
+}
+
+Rule::Rule(std::string text, std::function<std::optional<Strategies>(const OpCall&)> propose, Names reads,
+           std::string why)
+    : form(ByFunction{std::move(text), std::move(propose), std::move(why)}), reads(std::move(reads)) {}
+
+std::string Rule::text() const {
+  std::string result = itemwise ? "item by item, " : "";
+  result += rules::text(form);
+  if (!local.text.empty()) result += "; " + local.text;
+  return result;
+}
+
+std::optional<Strategies> Rule::propose(const OpCall& call) const {
+  auto result = rules::propose(form, call);
+  if (result && !result->decompose && local.of) result->localize = local.of(call);
+  return result;
 }
 
 std::atomic<uint64_t> detail::registry_version{1};

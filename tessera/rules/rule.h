@@ -1,139 +1,53 @@
 #pragma once
 
 #include <tessera/export.h>
-#include <tessera/placement/spec.h>
+#include <tessera/rules/form.h>
+#include <tessera/rules/strategy.h>
 
 #include <atomic>
-#include <cstdint>
-#include <functional>
-#include <optional>
 #include <string>
-#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/function_schema.h>
-#include <ATen/core/stack.h>
-
 /// Sharding rules: how the tensors of an operator may be placed so that each rank can compute its part alone,
-/// and how the results are placed then. Rules speak of one mesh dim at a time; that everything may be
-/// replicated goes without saying.
+/// and how the results are placed then.
 ///
 /// A rule is found by the operator's name ("aten::sum.dim_IntList"). In-place operators have that of the one
 /// that returns a new tensor.
 namespace tessera::rules {
 
-using Stack = torch::jit::Stack;
-
-/// What one call of an operator is about: pure metadata.
-struct TESSERA_API Call {
-  const c10::FunctionSchema* schema = nullptr;
-  /// The distributed tensors, in order, those in lists too. Plain tensors with dims are replicated ones;
-  /// plain tensors without dims are numbers and not among these.
-  std::vector<Spec> tensors = {};
-  std::vector<uint32_t> positions = {};       // of each, among the arguments; ascending
-  std::vector<bool> written = {};             // which are written in place
-  c10::ArrayRef<c10::IValue> arguments = {};  // all; tensors among them may be missing
-  /// The names of the arguments that may be asked for; null: all.
-  const std::vector<std::string>* readable = nullptr;
-
-  /// The position of an argument, or nothing if the operator has none of that name.
-  std::optional<size_t> position(std::string_view name) const;
-  /// The tensor given for an argument: its number in `tensors`. Nothing if it was left out, or is a number.
-  std::optional<size_t> tensor(std::string_view name) const;
-
-  /// Whether the operator has that argument and it was not left out.
-  bool has(std::string_view name) const;
-  /// Values of arguments that are not tensors. Throws unless the rule says that it reads them: those it reads
-  /// are part of what recipes are kept by.
-  const c10::IValue& value(std::string_view name) const;
-  int64_t integer(std::string_view name) const { return value(name).toInt(); }
-  bool flag(std::string_view name) const { return value(name).toBool(); }
-  /// Left out: none.
-  std::vector<int64_t> integers(std::string_view name) const;
-};
-
-/// One valid way on one mesh dim.
-struct Row {
-  Placements inputs;   // of each of the call's tensors
-  Placements outputs;  // of each result; one alone is meant for all
-  /// If not 0: all cuts of the dims concerned together must make a number of parts that divides this.
-  int64_t divisor = 0;
-  /// Each rank must hold one range of what is cut: no strided shards.
-  bool ranges = false;
-  /// Partial() stands for any partial placement, the same for all that are.
-  bool any_partial = false;
-  /// If not -1: on this mesh dim alone.
-  int64_t mesh_dim = -1;
-  bool operator==(const Row&) const = default;
-};
-
-/// What a rule can say of a result. Sizes of dims that are never cut may be kLocal: as what a rank computes
-/// has it. Without strides: contiguous. They follow from the inputs' global strides alone, never from what
-/// one rank holds: formulas of autograd choose by strides, and all ranks must choose alike.
-inline constexpr int64_t kLocal = -1;
-struct Result {
-  std::vector<int64_t> shape;
-  std::vector<int64_t> strides = {};
-};
-
-/// What was chosen.
-struct Chosen {
-  std::vector<Spec> inputs;
-  std::vector<Spec> outputs;  // undefined where the shape was not known; dtype: of the first input
-  ShardOrder order = {};      // of the cuts of all
-};
-
-/// From all arguments of an operator to all its results.
-using Function = std::function<Stack(const c10::OperatorHandle& op, Stack arguments)>;
-
-/// How a rank computes its part.
-struct Local {
-  /// Arguments, by position, that it replaces by its own values.
-  std::vector<std::pair<size_t, c10::IValue>> arguments = {};
-  /// Instead of the operator itself, on local tensors. May communicate, and must say so then.
-  Function compute = {};
-  bool communicates = false;
-  /// Only it can tell how large the results are, though they are cut: it gives the whole shape of each behind
-  /// all of them.
-  bool sized = false;
-  /// What it computes instead writes into the arguments itself that the operator writes into.
-  bool writes = false;
-  /// Results of a view operator do not share the memory of its input.
-  bool detached = false;
-  /// Of these: writes what a rank holds of the view into what it holds of the input. Called by all ranks.
-  /// Without it all is gathered for that.
-  std::function<void(const at::Tensor& base, const at::Tensor& view)> write_back = {};
-};
-
-/// What a rule says of a call.
-struct Proposal {
-  std::vector<Row> rows;
-  /// Without any, what rows say of cuts must tell the shapes: a cut dim is as large as that of the input cut
-  /// in the same row, others are as what a rank computes has them.
-  std::vector<Result> results = {};
-  /// How a rank computes its part, if not by the operator with the same arguments. Called once for a recipe.
-  std::function<Local(const Chosen&)> localize = {};
-  /// Instead of all that: computed by other operators on the distributed tensors themselves.
-  Function decompose = {};
-  /// These write into the arguments themselves that the operator writes into.
-  bool writes = false;
-};
-
-struct Rule {
-  /// One line for people: "mk,kn->mn".
+/// What a rank computes, where that is not the operator with the same arguments: for people, and for a call.
+struct LocalStep {
   std::string text;
-  /// What it proposes for a call; nothing if it does not apply to it.
-  std::function<std::optional<Proposal>(const Call&)> propose;
+  std::function<Localize(const OpCall&)> of;
+};
+
+struct TESSERA_API Rule {
+  Rule() = default;
+  /// `reads`: what is looked at beyond what the form looks at.
+  Rule(Form form, Names reads);
+  /// Tables list forms.
+  template <class T>
+    requires std::is_constructible_v<Form, T> && (!std::is_same_v<T, Rule>)
+  Rule(T form) : Rule(Form(std::move(form)), Names()) {}  // NOLINT(google-explicit-constructor)
+  Rule(std::string text, std::function<std::optional<Strategies>(const OpCall&)> propose, Names reads = {},
+       std::string why = {});
+
+  /// One line for people, made from what follows.
+  std::string text() const;
+  /// What it says of a call; nothing if it does not apply to it. Pure: no ranks are needed.
+  std::optional<Strategies> propose(const OpCall& call) const;
+
+  Form form;
   /// The arguments besides tensors that it looks at.
-  std::vector<std::string> reads = {};
-  /// The operator works on lists, item by item: the rule is for what each item is about. Tensors beside the
-  /// lists are whole.
+  Names reads = {};
+  LocalStep local = {};
+  /// The operator works on lists, item by item: the rule is that of one item. Tensors beside the
+  /// lists are replicated.
   bool itemwise = false;
-  /// Of such a rule: how a rank computes all items, if not by the operator on what it holds of them.
-  std::function<Local(const Call&)> together = {};
+  /// Of such a rule: what a rank computes for all items, if not the operator on their local tensors.
+  std::function<LocalCall(const OpCall&)> together = {};
   /// Which table it is from: "pointwise", ...; empty if it was registered at run time.
   std::string family = {};
   /// The operator may draw random numbers, and the rule sees to it that these do not depend on the placement,
@@ -153,11 +67,15 @@ struct Rule {
 /// libtorch says that each element of the result depends on the corresponding elements of the inputs only.
 TESSERA_API const Rule* find_rule(const std::string& op, bool is_pointwise);
 
-/// Adds or replaces the rule of an operator. Users call `tessera::register_sharding` (dispatch/register.h).
-TESSERA_API void add_rule(const std::string& op, Rule rule);
+/// The rule of all operators that libtorch calls pointwise and that have none of their own is kept under this
+/// name.
+inline const std::string kAnyPointwise = "pointwise";
 
-/// A rule that always proposes these rows.
-TESSERA_API Rule explicit_rows(std::vector<Row> rows);
+/// Adds or replaces the rule of some operators. Users call `tessera::register_sharding` (dispatch/register.h).
+TESSERA_API void add_rule(const std::vector<std::string>& ops, Rule rule);
+
+/// A rule that always says these.
+TESSERA_API Rule explicit_strategies(std::vector<Strategy> options);
 
 namespace detail {
 TESSERA_API extern std::atomic<uint64_t> registry_version;

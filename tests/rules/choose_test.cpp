@@ -23,16 +23,16 @@ using ::testing::ElementsAre;
 const Placement R = Replicate(), P = Partial();
 Placement S(int64_t dim) { return Shard(dim); }
 
-bool has(const std::vector<Row>& rows, Placements inputs, Placements outputs) {
+bool has(const std::vector<Strategy>& rows, Placements inputs, Placements outputs) {
   return std::any_of(rows.begin(), rows.end(),
-                     [&](const Row& row) { return row.inputs == inputs && row.outputs == outputs; });
+                     [&](const Strategy& strategy) { return strategy.inputs == inputs && strategy.outputs == outputs; });
 }
 
 TEST(Einsum, RowsOfAMatrixProduct) {
   Einsum product = einsum("mk,kn->mn");
-  EXPECT_EQ(rows(product).size(), 3u);
+  EXPECT_EQ(strategies_of(product).size(), 3u);
   product.linear = {{0}, {1}};
-  const auto all = rows(product);
+  const auto all = strategies_of(product);
   EXPECT_TRUE(has(all, {S(0), R}, {S(0)}));
   EXPECT_TRUE(has(all, {R, S(1)}, {S(1)}));
   EXPECT_TRUE(has(all, {S(1), S(0)}, {P}));
@@ -47,11 +47,11 @@ TEST(Einsum, RowsOfAMatrixProduct) {
 TEST(Einsum, ContractionsMayBeForbiddenAndTermsAdded) {
   Einsum product = einsum("n,mk,kn->mn");
   product.added = {0};
-  EXPECT_TRUE(has(rows(product), {P, S(1), S(0)}, {P}));
-  EXPECT_TRUE(has(rows(product), {S(0), R, S(1)}, {S(1)}));
+  EXPECT_TRUE(has(strategies_of(product), {P, S(1), S(0)}, {P}));
+  EXPECT_TRUE(has(strategies_of(product), {S(0), R, S(1)}, {S(1)}));
   product.contracted = std::nullopt;
-  EXPECT_FALSE(has(rows(product), {P, S(1), S(0)}, {P}));
-  EXPECT_EQ(rows(einsum("a.->a,a")).size(), 1u);
+  EXPECT_FALSE(has(strategies_of(product), {P, S(1), S(0)}, {P}));
+  EXPECT_EQ(strategies_of(einsum("a.->a,a")).size(), 1u);
   EXPECT_THAT(testing::error_of([] { einsum("mk,kn"); }), ::testing::HasSubstr("->"));
 }
 
@@ -75,12 +75,12 @@ TEST(Einsum, OfEquations) {
 
 class Choose : public ::testing::Test {
  protected:
-  Decision decide(const std::string& op, const std::string& overload, const std::vector<Spec>& tensors,
+  ChosenStrategy decide(const std::string& op, const std::string& overload, const std::vector<Spec>& tensors,
                   std::vector<c10::IValue> arguments = {}) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
     const Rule* rule = find_rule(overload.empty() ? op : op + "." + overload, true);
     EXPECT_NE(rule, nullptr);
-    Call call;
+    OpCall call;
     call.schema = &handle.schema();
     arguments.resize(handle.schema().arguments().size());
     call.arguments = arguments;
@@ -102,7 +102,7 @@ class Choose : public ::testing::Test {
 };
 
 TEST_F(Choose, PerMeshDim) {
-  const Decision product = decide("aten::mm", "", {spec({S(0), S(1)}, {8, 12}), spec({R, S(0)}, {12, 16})});
+  const ChosenStrategy product = decide("aten::mm", "", {spec({S(0), S(1)}, {8, 12}), spec({R, S(0)}, {12, 16})});
   EXPECT_EQ(product.inputs[0].placements(), (Placements{S(0), S(1)}));
   EXPECT_EQ(product.inputs[1].placements(), (Placements{R, S(0)}));
   EXPECT_EQ(product.outputs[0].placements, (Placements{S(0), P}));
@@ -111,11 +111,11 @@ TEST_F(Choose, PerMeshDim) {
 
 TEST_F(Choose, TheCheapest) {
   // The small one is moved, not the large one.
-  const Decision sum = decide("aten::add", "Tensor", {spec({R, S(0)}, {64, 64}), spec({R, S(0)}, {64})});
+  const ChosenStrategy sum = decide("aten::add", "Tensor", {spec({R, S(0)}, {64, 64}), spec({R, S(0)}, {64})});
   EXPECT_EQ(sum.inputs[0].placements(), (Placements{R, S(0)}));
   EXPECT_EQ(sum.inputs[1].placements(), (Placements{R, R}));
   // Replicas are sliced rather than shards gathered.
-  const Decision other = decide("aten::mul", "Tensor", {spec({R, R}, {64, 64}), spec({S(1), R}, {64, 64})});
+  const ChosenStrategy other = decide("aten::mul", "Tensor", {spec({R, R}, {64, 64}), spec({S(1), R}, {64, 64})});
   EXPECT_EQ(other.inputs[0].placements(), (Placements{S(1), R}));
 }
 
@@ -124,7 +124,7 @@ TEST_F(Choose, KeepsPlacementsOnOneRank) {
   const DeviceMesh one = fake_mesh({1, 4});
   for (const Placement& placement : {R, S(0), S(1), P}) {
     const Spec given(one, {placement, S(0)}, {8, 12});
-    const Decision copied = decide("aten::detach", "", {given});
+    const ChosenStrategy copied = decide("aten::detach", "", {given});
     EXPECT_EQ(copied.inputs[0], given);
     EXPECT_EQ(copied.outputs[0].placements, given.placements());
   }
@@ -132,17 +132,17 @@ TEST_F(Choose, KeepsPlacementsOnOneRank) {
 
 TEST_F(Choose, KeepsOrdersAndStridedCuts) {
   const Placements strided{StridedShard(0, 4), S(0)};
-  const Decision scaled = decide("aten::relu", "", {Spec(mesh_, strided, {16, 3})});
+  const ChosenStrategy scaled = decide("aten::relu", "", {Spec(mesh_, strided, {16, 3})});
   EXPECT_EQ(scaled.inputs[0].placements(), strided);
   EXPECT_EQ(scaled.outputs[0].placements, strided);
   const Spec ordered(mesh_, {S(0), S(0)}, {16, 3}, std::nullopt, at::kFloat, {1, 0});
-  const Decision product = decide("aten::mm", "", {ordered, spec({R, R}, {3, 5})});
+  const ChosenStrategy product = decide("aten::mm", "", {ordered, spec({R, R}, {3, 5})});
   EXPECT_EQ(product.inputs[0], ordered);
   EXPECT_EQ(product.outputs[0].order, ordered.order());
 }
 
 TEST_F(Choose, PartialsThatDoNotAgreeAreReduced) {
-  const Decision highest =
+  const ChosenStrategy highest =
       decide("aten::amax", "", {spec({P, S(0)}, {8, 4})}, {{}, std::vector<int64_t>{0}, false});
   // A reduce-scatter is cheaper than an all-reduce.
   EXPECT_EQ(highest.inputs[0].placements(), (Placements{S(1), S(0)}));
@@ -194,7 +194,7 @@ TEST_F(Choose, ViewsKeepWhatRanksHold) {
         for (const Placement& second : choices) {
           const Placements placements{first, second};
           const Spec spec(mesh_, placements, from);
-          const Decision decision = decide("aten::view", "", {spec}, {{}, to});
+          const ChosenStrategy decision = decide("aten::view", "", {spec}, {{}, to});
           const Placements& moved = decision.inputs[0].placements();
           const Placements& viewed = decision.outputs[0].placements;
           kept += moved == placements;
@@ -224,7 +224,7 @@ TEST_F(Choose, RulesNameWhatTheyRead) {
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::sum", "dim_IntList");
   const std::vector<std::string> none;
   const std::vector<c10::IValue> arguments(4);
-  Call call;
+  OpCall call;
   call.schema = &handle.schema();
   call.arguments = arguments;
   call.readable = &none;

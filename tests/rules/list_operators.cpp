@@ -12,7 +12,7 @@ int main() {
   std::map<std::string, std::map<std::string, std::vector<std::string>>> families;
   size_t count = 0;
   for (const auto& [op, rule] : tessera::rules::all_rules()) {
-    families[rule->family][rule->text].push_back(op.starts_with("aten::") ? op.substr(6) : op);
+    families[rule->family][rule->text()].push_back(op.starts_with("aten::") ? op.substr(6) : op);
     ++count;
   }
   std::cout << "# Operators and their sharding rules\n\n"

@@ -1,0 +1,135 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/kernels/exchange.h>
+#include <tessera/ops/family.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+namespace tessera::ops {
+
+namespace {
+
+/// One item of each list.
+Rule items(std::vector<Names> linear = {}, bool integers = false) {
+  Rule rule = Pointwise{.linear = std::move(linear), .integers = integers};
+  rule.itemwise = true;
+  return rule;
+}
+
+/// Norms of items; those of items of which a rank holds nothing are the neutral element.
+Rule norms() {
+  const Rule norm = norm_rule("ord");
+  Rule rule{norm.text(),
+            [norm](const OpCall& call) {
+              auto strategies = norm.propose(call);
+              if (strategies) strategies->localize = {};
+              return strategies;
+            },
+            {"ord", "dtype"},
+            "the reduction depends on the value of the order"};
+  rule.itemwise = true;
+  rule.together = [](const OpCall& call) {
+    LocalCall local;
+    const double p = call.value("ord").toScalar().toDouble();
+    const bool lacks = std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& spec) {
+      return c10::multiply_integers(spec.local_shape()) == 0;
+    });
+    if (!lacks || (p >= 0 && !std::isinf(p))) return local;
+    local.compute = [neutral = p > 0 ? 0 : std::numeric_limits<double>::infinity()](
+                        const c10::OperatorHandle& op, Stack arguments) {
+      std::vector<at::Tensor> items = arguments[0].toTensorVector();
+      for (at::Tensor& item : items) {
+        if (item.numel() == 0) item = at::full({1}, neutral, item.options());
+      }
+      arguments[0] = std::move(items);
+      return call_operator(op, std::move(arguments));
+    };
+    return local;
+  };
+  return rule;
+}
+
+/// Each rank looks at what it holds; then all have to agree.
+Rule unscale() {
+  Rule rule = items();
+  rule.local.text = "what ranks found: one all-reduce for each mesh";
+  rule.together = [](const OpCall& call) {
+    std::vector<DeviceMesh> meshes;
+    for (const size_t i : c10::irange(call.tensors.size())) {
+      const DeviceMesh& mesh = call.tensors[i].mesh();
+      const bool is_item = call.positions[i] == 0;
+      if (is_item && mesh.size() > 1 && std::find(meshes.begin(), meshes.end(), mesh) == meshes.end())
+        meshes.push_back(mesh);
+    }
+    // What is found on a part of a larger mesh is to be known on all of that.
+    std::stable_sort(meshes.begin(), meshes.end(),
+                     [](const DeviceMesh& a, const DeviceMesh& b) { return a.size() < b.size(); });
+    LocalCall local;
+    local.communicates = !meshes.empty();
+    local.compute = [meshes](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor found = arguments[1].toTensor(), here = at::zeros_like(found);
+      arguments[1] = here;
+      op.callBoxed(arguments);
+      for (const DeviceMesh& mesh : meshes) {
+        std::vector<int64_t> all(mesh.ndim());
+        std::iota(all.begin(), all.end(), 0);
+        comm::all_reduce(here, c10d::ReduceOp::MAX, group_of(mesh, all)).wait();
+      }
+      found.copy_(at::maximum(found, here));
+      return Stack{};
+    };
+    return local;
+  };
+  return rule;
+}
+
+std::vector<std::string> foreach (const std::vector<std::string>& names,
+                                  const std::vector<std::string>& overloads) {
+  std::vector<std::string> result;
+  for (const std::string& name : names) {
+    for (const std::string& overload : overloads)
+      result.push_back("_foreach_" + name + (overload.empty() ? "" : "." + overload));
+  }
+  return result;
+}
+
+}  // namespace
+
+Table list_rules() {
+  constexpr bool kIntegers = true;
+  return {
+      {foreach ({"add", "sub"}, {"List"}), items({{"self", "other"}}, kIntegers)},
+      {foreach ({"mul"}, {"List"}), items({{"self"}, {"other"}}, kIntegers)},
+      {foreach ({"mul", "div"}, {"Scalar", "ScalarList", "Tensor"}), items({{"self"}})},
+      {foreach ({"neg", "zero", "clone"}, {""}), items({{"self"}}, kIntegers)},
+      {foreach ({"lerp"}, {"Scalar", "ScalarList"}), items({{"self", "tensors1"}})},
+      {foreach ({"addcmul"}, {"Scalar", "ScalarList", "Tensor"}),
+       items({{"self", "tensor1"}, {"self", "tensor2"}})},
+      {foreach ({"addcdiv"}, {"Scalar", "ScalarList", "Tensor"}), items({{"self", "tensor1"}})},
+      {foreach ({"add"}, {"Scalar", "ScalarList", "Tensor"}), items()},
+      {foreach ({"sub"}, {"Scalar", "ScalarList"}), items()},
+      {foreach ({"div", "lerp"}, {"List"}), items()},
+      {foreach ({"pow", "maximum", "minimum", "clamp_min", "clamp_max"}, {"List", "Scalar", "ScalarList"}),
+       items()},
+      {{"_foreach_pow.ScalarAndTensor", "_foreach_copy", "_foreach_copy_"}, items()},
+      {foreach (
+           {"abs",   "acos",    "asin", "atan",   "ceil", "cos",   "cosh",  "erf",  "erfc",       "exp",
+            "expm1", "floor",   "frac", "lgamma", "log",  "log10", "log1p", "log2", "reciprocal", "round",
+            "rsqrt", "sigmoid", "sign", "sin",    "sinh", "sqrt",  "tan",   "tanh", "trunc"},
+           {""}),
+       items()},
+      {{"_foreach_norm.Scalar"}, norms()},
+      {{"_amp_foreach_non_finite_check_and_unscale_"}, unscale()},
+      {{"_amp_update_scale_"}, items()},
+      {{"_fused_adam_", "_fused_adam_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_",
+        "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"},
+       items()},
+  };
+}
+
+}  // namespace tessera::ops

@@ -1,0 +1,105 @@
+#include <tessera/ops/family.h>
+
+#include <ATen/ATen.h>
+
+namespace tessera::ops {
+
+namespace {
+
+std::optional<Strategies> cast(const OpCall& call) {
+  const bool same_dtype = !call.has("dtype") || call.value("dtype").toScalarType() == call.tensors[0].dtype();
+  if (same_dtype) return propose(AsItIs{}, call);
+  auto strategies = propose(Pointwise{}, call);
+  if (strategies) strategies->results[0].strides = new_strides(call);
+  return strategies;
+}
+
+std::optional<Strategies> equal(const OpCall& call) {
+  if (call.tensors.size() != 2) return std::nullopt;
+  Strategies strategies;
+  if (call.tensors[0].shape() != call.tensors[1].shape()) {
+    if (call.tensors[0].dtype() != call.tensors[1].dtype()) return std::nullopt;
+    strategies.decompose = [](const c10::OperatorHandle&, Stack) { return Stack{false}; };
+    return strategies;
+  }
+  strategies.decompose = [](const c10::OperatorHandle&, Stack arguments) {
+    const bool result = at::all(at::eq(arguments[0].toTensor(), arguments[1].toTensor())).item<bool>();
+    return Stack{result};
+  };
+  return strategies;
+}
+
+Stack allclose(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor close =
+      at::isclose(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toDouble(),
+                  arguments[3].toDouble(), arguments[4].toBool());
+  return {at::all(close).item<bool>()};
+}
+
+/// As libtorch computes it, where both results are of the input's shape.
+Stack log_sigmoid(const c10::OperatorHandle&, Stack arguments) {
+  const at::Tensor x = arguments[0].toTensor();
+  const at::Tensor buffer = at::exp(at::neg(at::abs(x)));
+  return {at::sub(at::clamp_max(x, 0), at::log1p(buffer)), buffer};
+}
+
+}  // namespace
+
+Rule any_pointwise() {
+  Rule rule = Pointwise{};
+  rule.takes_slices = true;
+  rule.can_be_tried = true;
+  return rule;
+}
+
+Table pointwise_rules() {
+  // What reducing equal values leaves as it is.
+  const std::vector<ReduceOp> equal_values{ReduceOp::avg, ReduceOp::min, ReduceOp::max};
+  return tried({
+      {{"add.Tensor", "sub.Tensor", "rsub.Tensor"},
+       Pointwise{.linear = {{"self", "other"}}, .integers = true}},
+      {{"mul.Tensor"}, Pointwise{.linear = {{"self"}, {"other"}}, .integers = true}},
+      {{"neg"}, Pointwise{.linear = {{"self"}}, .integers = true}},
+      {{"mul.Scalar", "div.Scalar", "div.Tensor", "deg2rad", "rad2deg", "_masked_scale"},
+       Pointwise{.linear = {{"self"}}}},
+      {{"addcmul"},
+       Pointwise{.linear = {{"self", "tensor1"}, {"self", "tensor2"}}, .integers = true}},
+      {{"addcdiv"}, Pointwise{.linear = {{"self", "tensor1"}}}},
+      {{"lerp.Scalar"}, Pointwise{.linear = {{"self", "end"}}}},
+      {{"where.self"}, Pointwise{.linear = {{"self", "other"}}, .integers = true}},
+      {{"threshold_backward", "tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward",
+        "native_dropout_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
+        "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward", "logit_backward",
+        "softshrink_backward", "_prelu_kernel_backward"},
+       Pointwise{.linear = {{"grad_output"}}}},
+      {{"hardshrink_backward"}, Pointwise{.linear = {{"grad_out"}}}},
+      {{"relu", "exp", "tanh", "sigmoid", "floor", "ceil", "trunc", "expm1", "erf", "atan", "asinh", "sinh",
+        "hardtanh", "hardsigmoid"},
+       Pointwise{.keeps = {ReduceOp::max, ReduceOp::min}}},
+      {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor",
+        "floor_divide",    "_prelu_kernel",        "complex",
+        "polar",           "log_sigmoid_backward", "eq_.Tensor",
+        "eq_.Scalar",      "ne_.Tensor",           "ne_.Scalar",
+        "lt_.Tensor",      "lt_.Scalar",           "le_.Tensor",
+        "le_.Scalar",      "gt_.Tensor",           "gt_.Scalar",
+        "ge_.Tensor",      "ge_.Scalar",           "rrelu_with_noise_backward",
+        "_add_relu.Tensor"},
+       Pointwise{}},
+      {{"log_sigmoid_forward"}, Decomposition{{"clamp_max", "exp", "log1p"}, log_sigmoid}},
+      {{"detach", "alias", "lift_fresh", "lift", "detach_"},
+       AsItIs{.is_view = true}},
+      {{"clone", "zero_", "_lazy_clone"},
+       AsItIs{}},
+      {{"_to_copy"},
+       {"as it is if the dtype stays, else pointwise",
+        cast,
+        {"dtype", "memory_format"},
+        "what it is depends on the dtype it is given"}},
+      {{"copy_"}, Pointwise{.linear = {{"self", "src"}}, .same_dtype = true}},
+      {{"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, Pointwise{.keeps = equal_values}},
+      {{"equal"}, {"by eq and all", equal, {}, "of other shapes, the answer is known without data"}},
+      {{"allclose"}, Decomposition{{"isclose", "all"}, allclose}},
+  });
+}
+
+}  // namespace tessera::ops

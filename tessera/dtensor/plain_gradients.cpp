@@ -7,6 +7,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_gather_sparse_backward.h>
 #include <ATen/ops/detach.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -81,6 +82,34 @@ void cat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   by_autograd(op, keys, stack);
 }
 
+/// libtorch makes the zeros that this begins with as a plain tensor.
+at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
+                                              c10::SymIntArrayRef sizes, bool keepdim) {
+  const bool is_reduced = !keepdim && !sizes.empty();
+  const at::Tensor zeros = grad.new_zeros_symint(sizes);
+  return is_reduced ? zeros.scatter(dim, indices.unsqueeze(dim), grad.unsqueeze(dim))
+                    : zeros.scatter(dim, indices, grad);
+}
+
+/// libtorch makes these zeros as a plain tensor too.
+at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& indices,
+                              int64_t dim) {
+  return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
+}
+
+/// libtorch adds to zeros in place, which are replicated and would have to stay so.
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes, int64_t dim,
+                                 const at::Tensor& index) {
+  return grad.new_zeros_symint(sizes).index_add(dim, index, grad);
+}
+
+/// libtorch adds to replicated zeros in place here too.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, int64_t dim,
+                           const at::Tensor& index, bool sparse_grad) {
+  if (sparse_grad) return at::_gather_sparse_backward(self, dim, index, grad);
+  return grad.new_zeros_symint(self.sym_sizes()).scatter_add(dim, index, grad);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
   for (const char* name : {"_adaptive_avg_pool2d_backward",
                            "_adaptive_avg_pool3d_backward",
@@ -107,6 +136,10 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&operator_with_plain_gradients>());
   }
   library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
+  library.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+  library.impl("cummaxmin_backward", cummaxmin_backward);
+  library.impl("index_select_backward", index_select_backward);
+  library.impl("gather_backward", gather_backward);
 }
 
 }  // namespace

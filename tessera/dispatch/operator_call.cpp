@@ -1,0 +1,364 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/world.h>
+#include <tessera/dispatch/arguments.h>
+#include <tessera/dispatch/guards.h>
+#include <tessera/dispatch/in_place.h>
+#include <tessera/dispatch/op_plan.h>
+#include <tessera/dispatch/operator_call.h>
+#include <tessera/dispatch/plan_cache.h>
+#include <tessera/dispatch/views.h>
+#include <tessera/error.h>
+#include <tessera/random/generator.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
+#include <tessera/redistribute/plan.h>
+#include <tessera/rules/choose.h>
+#include <tessera/rules/rule.h>
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/irange.h>
+
+namespace tessera {
+
+namespace {
+
+using c10::IValue;
+
+/// While it lives, operators are called on behalf of another one, whose name users know.
+class OuterOperator {
+ public:
+  explicit OuterOperator(const std::string& name) : previous_(name_) {
+    if (!name_) name_ = &name;
+  }
+  ~OuterOperator() { name_ = previous_; }
+  OuterOperator(const OuterOperator&) = delete;
+  OuterOperator& operator=(const OuterOperator&) = delete;
+
+  /// Null if they are not.
+  static const std::string* name() { return name_; }
+
+ private:
+  inline static thread_local const std::string* name_ = nullptr;
+  const std::string* previous_;
+};
+
+/// One call of one operator on distributed tensors.
+class OperatorCall {
+ public:
+  OperatorCall(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack)
+      : info_(info), resolved_(info.resolved()), op_(op), stack_(stack), arguments_(info, resolved_, stack) {}
+
+  void run() {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (info_.reallocates && run_reallocation(info_, arguments_)) [[unlikely]]
+      return;
+    if ((info_.has_out || info_.reshapes_in_place) && info_.functional()) [[unlikely]] {
+      if (run_functional(info_, arguments_)) return;
+      arguments_.collect();
+      return run_collected();
+    }
+    if (info_.is_composite) [[unlikely]]
+      return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+    if (info_.is_as_strided) [[unlikely]]
+      offset_from_self(info_, arguments_);
+    if (info_.is_cast) [[unlikely]]
+      check_not_in_cast_cache();
+    arguments_.collect();
+    run_collected();
+  }
+
+ private:
+  auto& distributed() { return arguments_.distributed(); }
+  const auto& distributed() const { return arguments_.distributed(); }
+  const DeviceMesh& mesh() const { return distributed()[0].spec().mesh(); }
+
+  void run_collected() {
+    find_plan();
+    const rules::ChosenStrategy& decision = plan_->decision;
+    if (plan_->is_special) [[unlikely]] {
+      const bool by_functional = arguments_.writes() && !decision.local.writes;
+      if (decision.decompose || (decision.has_local && by_functional)) {
+        arguments_.restore();
+        const OuterOperator outer(info_.name);
+        return by_functional ? static_cast<void>(run_functional(info_, arguments_))
+                             : replace(decision.decompose);
+      }
+      if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
+        report(c10::str("has to move data between ranks", described_shardings()));
+    }
+    if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
+    for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
+    if (info_.has_views && !(plan_->by_rule && !decision.local.detached && !distributed()[0].moved))
+        [[unlikely]]
+      view_arguments_ = arguments_.values();
+    if (info_.has_views && !plan_->by_rule) [[unlikely]]
+      plan_->offsets =
+          view_offsets(op_, arguments_.values(), distributed()[0].position, distributed()[0].spec());
+    for (const auto& [position, value] : decision.local.arguments) arguments_[position] = value;
+    arguments_.substitute_locals();
+    if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
+      seed(arguments_[*info_.generator]);
+    decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    if (decision.local.sized) [[unlikely]]
+      take_shapes();
+    for (const size_t i : c10::irange(distributed().size())) {
+      if (distributed()[i].written) write_back(distributed()[i], plan_->routes[i]);
+    }
+    wrap();
+  }
+
+  void find_plan() {
+    PlanCache& plans = plan_cache();
+    const auto* known = plans.find(arguments_.key());
+    if (!known && arguments_.unify_meshes()) [[unlikely]]
+      known = plans.find(arguments_.key());
+    if (known) [[likely]] {
+      plan_ = *known;
+      return;
+    }
+    const Stack all = arguments_.with_tensors();
+    rules::OpCall call;
+    call.schema = &info_.schema;
+    for (const DistributedArgument& argument : distributed()) {
+      call.tensors.push_back(argument.spec());
+      call.positions.push_back(argument.position);
+      call.written.push_back(argument.written);
+    }
+    call.arguments = all;
+    if (resolved_.rule) call.readable = &resolved_.rule->reads;
+    plan_ = std::make_shared<OpPlan>(make_op_plan(info_, resolved_, op_, call, arguments_.writes_plain()));
+    if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
+  }
+
+  /// Autocast casts float32 leaves with its cache locked, which is one for the process: to wait for other
+  /// ranks there, threads of the same process, would be to wait for ever. `run` therefore turns the cache
+  /// off; this is for those who turned it on.
+  void check_not_in_cast_cache() const {
+    const at::Tensor& tensor = arguments_[0].toTensor();
+    const auto* impl = DTensorImpl::of(tensor);
+    if (!at::autocast::is_autocast_cache_enabled() || !impl || !impl->spec().has_partial() ||
+        tensor.scalar_type() != at::kFloat || !tensor.requires_grad() || !tensor.is_leaf() ||
+        !c10::impl::tls_is_dispatch_key_excluded(
+            at::autocast::get_autocast_dispatch_key_from_device_type(tensor.device().type())) ||
+        !has_current_world() || !current_world()->is_threads())
+      return;
+    TESSERA_CHECK(
+        false, info_.name, ": autocast cannot cast the parameter ", impl->spec(),
+        " of partial values into its cache on ranks that are threads: it is one for the process, and is "
+        "locked while their sum is formed. Leave out cache_enabled=True, or redistribute the parameter "
+        "to Shard or Replicate.");
+  }
+
+  // --- inputs
+
+  void redistribute(DistributedArgument& argument, const InputRoute& route) {
+    if (route.plan.steps.empty()) return;
+    if (implicit_communication() != ImplicitCommunication::allowed &&
+        (route.plan.communicates() || implicit_communication_is_strict())) {
+      report(c10::str("argument '", info_.argument_name(argument.position), "' has to be redistributed from ",
+                      route.plan.from, " to ", c10::ArrayRef<Placement>(route.plan.to.placements())));
+    }
+    if (info_.is_loss && loss_parallel()) check_not_gathered(argument, route);
+    argument.local = route.slice ? sliced(argument.local, route) : execute(route.plan, argument.local);
+    argument.moved = true;
+    if (argument.written && argument.local.is_alias_of(argument.impl().local()))
+      argument.local = argument.local.clone();
+  }
+
+  void check_not_gathered(const DistributedArgument& argument, const InputRoute& route) const {
+    const auto& steps = route.plan.steps;
+    const bool gathers = std::any_of(steps.begin(), steps.end(), [](const Step& step) {
+      return step.kind == StepKind::all_gather || step.kind == StepKind::all_to_all;
+    });
+    TESSERA_CHECK(
+        !gathers, info_.name, ": argument '", info_.argument_name(argument.position),
+        "' would be gathered, from ", route.plan.from, " to ",
+        c10::ArrayRef<Placement>(route.plan.to.placements()),
+        ", which LossParallel forbids. Cut the targets as the samples of the logits, and weights as "
+        "their classes.");
+  }
+
+  static at::Tensor sliced(const at::Tensor& local, const InputRoute& route) {
+    int64_t offset = local.storage_offset();
+    for (const size_t dim : c10::irange(route.slice->size()))
+      offset += (*route.slice)[dim] * local.strides()[dim];
+    return local.as_strided(route.plan.to.local_shape(), local.strides(), offset);
+  }
+
+  std::string described_shardings() const {
+    std::string text;
+    for (const DistributedArgument& argument : distributed()) {
+      if (argument.spec().is_sharded())
+        text += c10::str(text.empty() ? ", as argument '" : ", and '", info_.argument_name(argument.position),
+                         "' is ", argument.spec());
+    }
+    return text;
+  }
+
+  void report(const std::string& problem) const {
+    const std::string what =
+        c10::str(OuterOperator::name() ? *OuterOperator::name() + ", by " : "", info_.name, ": ", problem,
+                 ". Do it with redistribute() before the call, or choose placements that need none.");
+    TESSERA_CHECK(implicit_communication() != ImplicitCommunication::forbidden, what);
+    TORCH_WARN(what);
+  }
+
+  // --- the operator
+
+  /// Puts what the function makes of the arguments in their place.
+  void replace(const rules::Function& function) {
+    Stack arguments = arguments_.take();
+    for (IValue& result : function(op_, std::move(arguments))) stack_.push_back(std::move(result));
+  }
+
+  /// The shapes behind the results.
+  void take_shapes() {
+    const size_t count = info_.schema.returns().size();
+    for (const size_t i : c10::irange(count))
+      shapes_.push_back(stack_[stack_.size() - count + i].toIntVector());
+    stack_.erase(stack_.end() - static_cast<std::ptrdiff_t>(count), stack_.end());
+  }
+
+  /// In the replicated fallback all ranks draw the same random values: from a generator that depends on the
+  /// call alone.
+  void seed(IValue& generator) const {
+    std::optional<at::Generator> given;
+    if (generator.isGenerator()) given = generator.toGenerator();
+    generator = random::make_generator(random::next_draw(mesh(), given), distributed()[0].tensor.device());
+  }
+
+  /// From libtorch's own generator, as the operator takes no other.
+  bool draws_unseeded() const { return info_.is_random && !plan_->by_rule && !info_.generator; }
+
+  /// Random values that each rank drew by itself: those of the first rank count.
+  void same_on_all_ranks(const at::Tensor& replica) const {
+    if (mesh().size() == 1) return;
+    std::vector<MeshDim> all;
+    for (const int64_t dim : c10::irange(mesh().ndim())) all.emplace_back(dim);
+    comm::broadcast(replica, 0, mesh().get_group(all)).wait();
+  }
+
+  void write_back(DistributedArgument& argument, const InputRoute& route) {
+    const Spec& spec = argument.spec();
+    const c10::IntArrayRef shape = route.back ? route.back->from.local_shape() : spec.local_shape();
+    TESSERA_CHECK(argument.local.sizes() == shape, info_.name, ": would change the shape of '",
+                  info_.argument_name(argument.position), "' from ", shape, " to ", argument.local.sizes(),
+                  ", which a distributed tensor cannot do in place.");
+    if (draws_unseeded()) same_on_all_ranks(argument.local);
+    if (route.back) argument.impl().local().copy_(execute(*route.back, argument.local));
+    argument.impl().wrote();
+  }
+
+  // --- results
+
+  void wrap() {
+    const size_t count = info_.schema.returns().size();
+    const size_t first = stack_.size() - count;
+    for (const size_t i : c10::irange(count)) {
+      IValue& value = stack_[first + i];
+      const int64_t returned = info_.returned_argument[i];
+      if (returned >= 0 && !value.isTensorList()) {
+        const auto found =
+            std::lower_bound(distributed().begin(), distributed().end(), returned,
+                             [](const DistributedArgument& a, int64_t p) { return a.position < p; });
+        // One that is plain is returned as it is.
+        if (found != distributed().end() && found->position == returned) value = found->tensor;
+      } else if (value.isTensor()) {
+        value = wrapped(std::move(value).toTensor(), i);
+      } else if (value.isTensorList()) {
+        std::vector<at::Tensor> tensors = value.toTensorVector();
+        for (at::Tensor& tensor : tensors) tensor = wrapped(std::move(tensor), i);
+        value = std::move(tensors);
+      }
+    }
+  }
+
+  /// `result`: which of the schema's results it is, or is in.
+  at::Tensor wrapped(at::Tensor local, size_t result) {
+    const size_t index = next_output_++;
+    if (!local.defined()) return local;
+    TESSERA_CHECK(local.layout() == at::kStrided, info_.name, ": its result has the layout ", local.layout(),
+                  ", which a distributed tensor of Tessera cannot have. Call it on what full_tensor() or "
+                  "to_local() gives.");
+    if (local.is_conj() || local.is_neg()) [[unlikely]]
+      local = local.resolve_conj().resolve_neg();
+    if (draws_unseeded()) [[unlikely]]
+      same_on_all_ranks(local);
+    const Spec& spec = output_spec(local, index);
+    if (!lies_as(local, spec)) [[unlikely]]
+      info_.layout_copies.fetch_add(1, std::memory_order_relaxed);
+    if (!info_.is_view[result]) return make_dtensor(std::move(local), spec);
+    const DistributedArgument& base = distributed()[0];
+    // A view of a tensor that is not one of inference mode is none either.
+    std::optional<c10::InferenceMode> normal;
+    if (c10::InferenceMode::is_enabled() && !base.tensor.is_inference()) [[unlikely]]
+      normal.emplace(false);
+    at::Tensor view = make_dtensor(std::move(local), spec);
+    view.unsafeGetTensorImpl()->set_storage_offset(base.tensor.storage_offset() + plan_->offsets.at(index));
+    set_origin(view, index, base, *plan_, op_, view_arguments_);
+    return view;
+  }
+
+  const Spec& output_spec(const at::Tensor& local, size_t index) {
+    auto& known = plan_->outputs;
+    if (index < known.size() && known[index] && known[index].dtype() == local.scalar_type() &&
+        known[index].local_shape() == local.sizes() &&
+        (shapes_.empty() || known[index].shape() == c10::IntArrayRef(shapes_[index])) &&
+        (plan_->by_rule || known[index].strides() == local.strides())) {
+      return known[index];
+    }
+    if (index >= known.size()) known.resize(index + 1);
+    return known[index] = make_output_spec(local, index);
+  }
+
+  Spec make_output_spec(const at::Tensor& local, size_t index) const {
+    if (!plan_->by_rule) {
+      // Strides of replicas may be those of one rank only where nothing was ever decided by them.
+      return Spec(mesh(), Placements(mesh().ndim(), Replicate()), local.sizes(), local.strides(),
+                  local.scalar_type());
+    }
+    const auto& outputs = plan_->decision.outputs;
+    TESSERA_CHECK(index < outputs.size() || outputs.size() == 1, info_.name, ": its sharding rule tells of ",
+                  outputs.size(), " results, but there is a number ", index, ".");
+    const rules::ChosenStrategy::Output& output = outputs[outputs.size() == 1 ? 0 : index];
+    std::vector<int64_t> shape = shapes_.empty() ? output.result.shape : shapes_[index];
+    shape.resize(local.dim(), rules::kLocal);
+    for (const size_t dim : c10::irange(shape.size())) {
+      if (shape[dim] == rules::kLocal) shape[dim] = local.size(static_cast<int64_t>(dim));
+    }
+    c10::OptionalIntArrayRef strides;
+    if (!output.result.strides.empty()) strides = output.result.strides;
+    Spec spec(output.mesh, output.placements, shape, strides, local.scalar_type(), output.order);
+    TESSERA_CHECK(spec.local_shape() == local.sizes(), info_.name, ": its sharding rule is wrong: rank ",
+                  mesh().get_rank(), " got ", local.sizes(), " where the rule says ", spec,
+                  ". This is a fault of Tessera; please report it.");
+    return spec;
+  }
+
+  const OperatorInfo& info_;
+  const ResolvedRule& resolved_;
+  const c10::OperatorHandle& op_;
+  Stack& stack_;
+  Arguments arguments_;
+  std::shared_ptr<OpPlan> plan_;
+  Stack view_arguments_;                      // with which a view is to be made again
+  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them can tell
+  size_t next_output_ = 0;
+};
+
+}  // namespace
+
+void call_operator(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack) {
+  OperatorCall(info, op, stack).run();
+}
+
+}  // namespace tessera

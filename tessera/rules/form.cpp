@@ -1,10 +1,13 @@
 #include <tessera/redistribute/memory.h>
+#include <tessera/rules/dim_map.h>
 #include <tessera/rules/form.h>
 #include <tessera/rules/pattern.h>
+#include <tessera/rules/planes.h>
 #include <tessera/rules/shape.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 
 #include <ATen/ATen.h>
@@ -136,6 +139,31 @@ std::optional<Strategies> strategies_of(const Reduction& form, const OpCall& cal
   return strategies;
 }
 
+// --- Norm
+
+std::optional<Strategies> strategies_of(const Norm& form, const OpCall& call) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const Spec& spec = call.tensors[0];
+  const auto reduced = ReducedDims::of(call, /*empty_is_all=*/false);
+  if (!reduced || reduced->empty(spec)) return std::nullopt;
+  const double p = call.has(form.order) ? call.value(form.order).toScalar().toDouble() : 2.0;
+  if (std::isnan(p)) return std::nullopt;
+  const Placement partial = p == kInfinity    ? Partial(ReduceOp::max)
+                            : p == -kInfinity ? Partial(ReduceOp::min)
+                            : p == 0          ? Partial(ReduceOp::sum)
+                                              : NormPartial(p);
+  const bool converts = call.position("dtype") && call.has("dtype");
+  Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {reduced->letters}, .contracted = partial};
+  if (converts) einsum.contracted = std::nullopt;
+  Strategies strategies{strategies_of(einsum), {{reduced->shape}}};
+  if (converts) return strategies;
+  // A norm of norms.
+  if (partial.is_partial(ReduceOp::norm)) strategies.options.push_back({{partial}, {partial}});
+  if (std::isinf(p) || p < 0)
+    strategies.localize = neutral_if_empty(reduced->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
+  return strategies;
+}
+
 // --- UnshardedDims
 
 std::optional<Strategies> strategies_of(const UnshardedDims& form, const OpCall& call) {
@@ -179,15 +207,16 @@ std::optional<Strategies> strategies_of(const UnshardedDims& form, const OpCall&
 
 /// Of a new tensor with the sizes, and strides, that the call says.
 Localize with_local_geometry(const OpCall& call, const Shape& strides) {
-  return [strides, size = *call.position("size"), stride = call.position("stride")](const ChosenSpecs& chosen) {
-    const auto shape = chosen.outputs[0].local_shape();
-    LocalCall local{{{size, c10::IValue(shape.vec())}}};
-    if (stride && !strides.empty()) {
-      const auto dense = local_strides(strides, shape);
-      local.arguments.emplace_back(*stride, c10::IValue(Shape(dense.begin(), dense.end())));
-    }
-    return local;
-  };
+  return
+      [strides, size = *call.position("size"), stride = call.position("stride")](const ChosenSpecs& chosen) {
+        const auto shape = chosen.outputs[0].local_shape();
+        LocalCall local{{{size, c10::IValue(shape.vec())}}};
+        if (stride && !strides.empty()) {
+          const auto dense = local_strides(strides, shape);
+          local.arguments.emplace_back(*stride, c10::IValue(Shape(dense.begin(), dense.end())));
+        }
+        return local;
+      };
 }
 
 std::optional<Strategies> strategies_of(const LikeInput& form, const OpCall& call) {
@@ -195,7 +224,8 @@ std::optional<Strategies> strategies_of(const LikeInput& form, const OpCall& cal
   if (call.tensors.size() != 1) return std::nullopt;
   const bool strided = call.position("stride").has_value();
   Strategies strategies;
-  for (const int64_t dim : c10::irange(spec.ndim())) strategies.options.push_back({{Shard(dim)}, {Shard(dim)}});
+  for (const int64_t dim : c10::irange(spec.ndim()))
+    strategies.options.push_back({{Shard(dim)}, {Shard(dim)}});
   strategies.options.push_back({{Partial()}, {form.keeps_partial ? Partial() : Replicate()}});
   strategies.options.back().any_partial = true;
   if (form.size == LikeInput::Size::same && call.position("size") &&
@@ -285,6 +315,7 @@ std::string text_of(const Pattern& form) {
   }
   if (const auto* name = std::get_if<std::string>(&form.inner)) result += ", `..` as in `" + *name + "`";
   if (form.contiguous) result += ", no strided shards";
+  if (form.moves) result += ", any partial values";
   return result;
 }
 
@@ -312,6 +343,41 @@ std::string text_of(const LikeInput& form) {
   return form.size == LikeInput::Size::any ? result + ", if `size` is its shape; else replicated" : result;
 }
 
+std::string text_of(const DimMap& form) {
+  Names parts;
+  auto add = [&](const Names& dims, const char* what) {
+    if (!dims.empty()) parts.push_back(listed(dims, "`") + what);
+  };
+  add(form.swapped, " swapped");
+  if (!form.order.empty()) parts.push_back("dims in the order of `" + form.order + "`");
+  add(form.unsharded, " unsharded");
+  add(form.dropped, form.only_ones ? " dropped where the size is 1" : " dropped, unsharded");
+  if (form.only_ones && form.dropped.empty()) parts.emplace_back("dims of size 1 dropped");
+  if (form.last_dropped > 0) parts.emplace_back("the last dim unsharded");
+  add(form.added, " added");
+  if (form.last_added > 0) parts.emplace_back("a last dim added");
+  if (form.resizes) parts.emplace_back("dims that change their size unsharded, new ones in front");
+  if (form.linear) parts.emplace_back("linear");
+  std::string result;
+  for (const std::string& part : parts) result += (result.empty() ? "" : ", ") + part;
+  if (form.exchanges) result += "; one alone may be sharded: what changes its rank is exchanged";
+  return result + if_sharded_text(form.if_sharded);
+}
+
+std::string text_of(const Reshape& /*form*/) {
+  return "dims split and joined; even shards stay, strided if not of the first dim joined";
+}
+
+std::string text_of(const Norm& form) {
+  return "`dim` reduced: P(norm `" + form.order + "`), or P(max), P(min), P(sum) if that is infinite or zero";
+}
+
+std::string text_of(const Planes& form) {
+  std::string result = "batch and channels sharded";
+  if (form.linear) result += ", linear in the first tensor";
+  return form.spatial ? result + "; spatial dims with halos" : result;
+}
+
 std::string text_of(const AsItIs& /*form*/) { return "as it is"; }
 std::string text_of(const Decomposition& form) { return "by " + listed(form.by); }
 std::string text_of(const ByFunction& form) { return form.text; }
@@ -322,6 +388,22 @@ Names reads_of(const Reduction& /*form*/) { return {"dim", "keepdim", "dtype"}; 
 Names reads_of(const UnshardedDims& form) { return form.dims; }
 Names reads_of(const AsItIs& /*form*/) { return {"memory_format"}; }
 Names reads_of(const LikeInput& /*form*/) { return {"memory_format", "size", "stride"}; }
+Names reads_of(const Reshape& /*form*/) { return {"size"}; }
+Names reads_of(const Norm& form) { return {form.order, "dim", "keepdim", "dtype"}; }
+Names reads_of(const DimMap& form) {
+  Names reads;
+  for (const Names* each : {&form.unsharded, &form.dropped, &form.added, &form.swapped})
+    reads.insert(reads.end(), each->begin(), each->end());
+  for (const std::string* each : {&form.order, &form.sizes}) {
+    if (!each->empty()) reads.push_back(*each);
+  }
+  return reads;
+}
+Names reads_of(const Planes& form) {
+  Names reads = form.spatial_reads;
+  reads.emplace_back("input_size");
+  return reads;
+}
 Names reads_of(const Pattern& form) {
   const auto* name = std::get_if<std::string>(&form.inner);
   return name ? Names{*name} : Names{};
@@ -351,7 +433,8 @@ std::vector<std::vector<size_t>> linear_tensors(const OpCall& call, const std::v
 bool converts_partial_values(const OpCall& call) {
   const auto from = call.tensors[0].dtype();
   const bool is_given = call.has("dtype");
-  // Sums of integers wrap around, so that partial values of these must not be widened; sums of them are int64.
+  // Sums of integers wrap around, so that partial values of these must not be widened; sums of them are
+  // int64.
   if (at::isIntegralType(from, /*includeBool=*/false))
     return from == (is_given ? call.value("dtype").toScalarType() : at::kLong);
   if (!is_given) return true;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/rules/einsum.h>
+#include <tessera/rules/shape.h>
 #include <tessera/rules/strategy.h>
 
 #include <cstdint>
@@ -40,9 +41,10 @@ struct Pointwise {
 };
 
 /// Dims as letters. The inputs are the tensor arguments of the operator, in order.
-///   "mk,kn->mn"         dims with one letter are sharded alike; what lacks a letter that is sharded is partial
-///   "Bmk,Bkn->Bmn"      a capital stands for any number of dims, broadcast against each other
-///   "B..,B.->B.."       `.` is an unsharded dim, and `..` any number of them. Results may end with `..`: what
+///   "mk,kn->mn"         dims with one letter are sharded alike; what lacks a letter that is sharded is
+///   partial "Bmk,Bkn->Bmn"      a capital stands for any number of dims, broadcast against each other
+///   "B..,B.->B.."       `.` is an unsharded dim, and `..` any number of them. Results may end with `..`:
+///   what
 ///                       a rank computes has them
 ///   "Bk,nk,+n?->Bn"     `+` is added to the rest, broadcast to the first result; `?` may be left out
 struct Pattern {
@@ -60,6 +62,10 @@ struct Pattern {
   std::variant<int64_t, std::string> inner = int64_t{0};
   /// See Strategy.
   bool contiguous = false;
+  /// Data are only moved: any partial placement stays.
+  bool moves = false;
+  /// The result shares the input's memory: its strides are those that libtorch computes.
+  bool is_view = false;
 };
 
 /// Some dims are reduced: those that `dim` names, all if it is left out. `keepdim` leaves them with size 1.
@@ -122,8 +128,71 @@ struct ByFunction {
   std::string why = {};
 };
 
-using Form =
-    std::variant<ByFunction, Pointwise, Pattern, Reduction, UnshardedDims, LikeInput, AsItIs, Decomposition>;
+/// Dims of one tensor are moved, dropped or added; arguments name them. The other dims may be sharded, and
+/// stay so.
+///   transpose: {.swapped = {"dim0", "dim1"}}      diagonal: {.dropped = {"dim1", "dim2"}, .last_added = 1}
+struct DimMap {
+  Names unsharded = {};      // they stay, with the size they have
+  Names dropped = {};        // and unsharded
+  Names added = {};          // dims of the result
+  int64_t last_dropped = 0;  // so many of the last dims; the named ones are among those before
+  int64_t last_added = 0;    // so many new ones, the last of the result
+  Names swapped = {};        // two
+  std::string order = {};    // a list of the input's dims, in the order of the result
+  /// Only those of `dropped` that have size 1, or all that have if the operator lacks that argument.
+  bool only_ones = false;
+  /// New dims are in front, and dims whose size changes are unsharded.
+  bool resizes = false;
+  /// An argument that is the result's shape: a rank's is the local shape.
+  std::string sizes = {};
+  /// If one dim alone is unsharded, it may be sharded too: the local step exchanges what changes its rank.
+  bool exchanges = false;
+  /// An empty list of unsharded dims stands for all.
+  bool empty_is_all = false;
+  /// Partial sums and averages may stay so. Else all partial placements may: data are only moved.
+  bool linear = false;
+  /// The result shares the input's memory: its shape and strides are those that libtorch computes.
+  bool is_view = false;
+  /// Where an unsharded or dropped dim is sharded.
+  std::optional<Decomposition> if_sharded = {};
+};
+
+/// The tensor in the shape `size`: dims are split and joined. Shards stay where each rank can keep what it
+/// has, strided if they are not of the first dim that is joined.
+struct Reshape {};
+
+/// The p-norm over dims, as Reduction has them.
+struct Norm {
+  std::string order;  // the argument that is p
+};
+
+/// How dims of planes are sharded in a call.
+struct SpatialSharding {
+  Shape sizes;  // of these dims, in the result
+  Localize localize;
+};
+
+/// Each plane, which is the last dims, by itself. There is one for each of the batch and the channels, which
+/// are sharded alike. No rank may be without channels.
+struct Planes {
+  int64_t inner;  // how many dims a plane has
+  size_t results = 1;
+  /// The result is the gradient of `self`, or of a tensor of shape `input_size`. Else its planes are as large
+  /// as a rank computes them.
+  bool gradient = false;
+  /// The first tensor may be a partial sum.
+  bool linear = false;
+  /// Dtypes that are left to the replicated fallback.
+  std::vector<at::ScalarType> except = {};
+  /// An argument with a row for each plane: [batch, channels, ...], even where `self` has no batch.
+  std::string rows = {};
+  /// Planes may be sharded too, where it says how: each rank fetches the halo that its shard needs.
+  std::function<std::optional<SpatialSharding>(const OpCall&)> spatial = {};
+  Names spatial_reads = {};  // the arguments besides tensors that it looks at
+};
+
+using Form = std::variant<ByFunction, Pointwise, Pattern, Reduction, UnshardedDims, LikeInput, AsItIs,
+                          Decomposition, DimMap, Reshape, Norm, Planes>;
 
 /// The tensors that sets of arguments are, as indices into the call's, as far as all of a set are there. None
 /// is of bool, which has no sums.

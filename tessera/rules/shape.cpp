@@ -4,7 +4,9 @@
 #include <numeric>
 
 #include <ATen/WrapDimUtils.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/MemoryFormat.h>
+#include <c10/util/irange.h>
 
 namespace tessera::rules {
 
@@ -41,6 +43,30 @@ Shape new_strides(const OpCall& call) {
     default:
       return {};
   }
+}
+
+std::vector<Result> computed_results(const OpCall& call) {
+  const Spec& spec = call.tensors[0];
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(call.schema->name().c_str(),
+                                                                 call.schema->overload_name().c_str());
+  Stack stack(call.arguments.begin(), call.arguments.end());
+  stack[call.positions[0]] =
+      at::empty_strided(spec.shape(), spec.strides(), at::TensorOptions(spec.dtype()).device(at::kMeta));
+  for (const size_t i : c10::irange(stack.size())) {
+    // Throws if the key under which op plans are cached lacks it.
+    if (!stack[i].isTensor()) call.value(call.schema->arguments()[i].name());
+  }
+  op.callBoxed(stack);
+  std::vector<Result> results;
+  auto add = [&](const at::Tensor& tensor) {
+    results.push_back({tensor.sizes().vec(), tensor.strides().vec()});
+  };
+  for (const c10::IValue& result : stack) {
+    if (result.isTensor()) add(result.toTensor());
+    if (!result.isTensorList()) continue;
+    for (const at::Tensor& each : result.toTensorVector()) add(each);
+  }
+  return results;
 }
 
 bool is_sharded_on(const Spec& spec, const Shape& dims) {

@@ -23,6 +23,10 @@ Shape dense_strides(const Spec& spec);
 /// The strides of a new tensor like the first, as the call's memory_format, if any, says.
 Shape new_strides(const OpCall& call);
 
+/// The shapes and strides of the results, all tensors of lists among them, as libtorch computes them of a
+/// meta tensor like the call's first. The rule has to read all arguments that are no tensors.
+std::vector<Result> computed_results(const OpCall& call);
+
 /// Whether one of the dims is sharded.
 bool is_sharded_on(const Spec& spec, const Shape& dims);
 /// How many of the dims' elements this rank holds, over how many there are.

@@ -1,8 +1,8 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <numeric>
@@ -207,6 +207,23 @@ void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tenso
                 source_spec, " to ", target_spec, ": both must be cut alike.");
   Exchange(source_spec.mesh(), mesh_dims, dim, holding(source_spec, dim), holding(target_spec, dim),
            segments)(target, source);
+}
+
+rules::Localize exchanged(int64_t dim, std::vector<StridedSegment> segments, std::optional<at::Scalar> fill) {
+  return [=, segments = std::move(segments)](const rules::ChosenSpecs& chosen) {
+    rules::LocalCall local;
+    const Spec &input = chosen.inputs[0], &output = chosen.outputs[0];
+    if (mesh_dims_of(input, dim).empty()) return local;
+    local.communicates = true;
+    local.compute = [=](const c10::OperatorHandle&, rules::Stack arguments) {
+      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor result = fill ? at::full(output.local_shape(), *fill, x.options())
+                                     : new_memory(output.local_shape(), x.options());
+      exchange(result, output, x, input, dim, segments);
+      return rules::Stack{result};
+    };
+    return local;
+  };
 }
 
 }  // namespace tessera::kernels

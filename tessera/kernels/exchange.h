@@ -1,8 +1,10 @@
 #pragma once
 
 #include <tessera/placement/spec.h>
+#include <tessera/rules/strategy.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -53,6 +55,11 @@ class Exchange {
 /// of that dim only. Collective; moves only what changes its rank.
 void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,
               const Spec& source_spec, int64_t dim, const std::vector<StridedSegment>& segments);
+
+/// Where `dim` is sharded, the first result is what exchange() makes of the first argument, with `fill` where
+/// nothing comes to; elsewhere it is what the operator computes.
+rules::Localize exchanged(int64_t dim, std::vector<StridedSegment> segments,
+                          std::optional<at::Scalar> fill = {});
 
 /// The ranks of the joint group of some mesh dims that cut a tensor.
 class ShardGroup {

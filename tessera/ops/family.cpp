@@ -9,11 +9,6 @@ Table tried(Table table) {
   return table;
 }
 
-Stack call_operator(const c10::OperatorHandle& op, Stack arguments) {
-  op.callBoxed(arguments);
-  return arguments;
-}
-
 Function composite() {
   return [](const c10::OperatorHandle& op, Stack arguments) {
     constexpr auto usual = c10::DispatchKey::CompositeExplicitAutograd;
@@ -27,12 +22,6 @@ Function composite() {
 Rule composed(Names by) { return Decomposition{std::move(by), composite()}; }
 
 const std::string& first_argument(const OpCall& call) { return call.schema->arguments()[0].name(); }
-
-Localize with_local_sizes(size_t position) {
-  return [position](const ChosenSpecs& chosen) {
-    return LocalCall{{{position, c10::IValue(chosen.outputs[0].local_shape().vec())}}};
-  };
-}
 
 Strategies moved(Letters input, Letters output, Result result) {
   Einsum einsum;

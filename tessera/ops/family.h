@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/kernels/call.h>
 #include <tessera/rules/einsum.h>
 #include <tessera/rules/rule.h>
 #include <tessera/rules/shape.h>
@@ -8,12 +9,10 @@
 #include <vector>
 
 /// What the families of operators share. Each is a table in a file of its own; load.cpp puts them together.
-namespace tessera::kernels {}
 namespace tessera::ops {
 
 using namespace rules;    // NOLINT: the language in which all of these are written
 using namespace kernels;  // NOLINT
-
 
 /// Operators of one rule; without a namespace: of "aten".
 struct Entry {
@@ -47,9 +46,6 @@ Table list_rules();
 /// The same rules, of operators that can all be tried.
 Table tried(Table table);
 
-/// Norms over all dims or some; `order`: the name of the argument that is p.
-Rule norm_rule(const std::string& order);
-
 /// The rule of operators that libtorch calls pointwise.
 Rule any_pointwise();
 
@@ -59,16 +55,10 @@ const std::string& first_argument(const OpCall& call);
 /// Whether an item of a list of indices, as in x[i, :, j], is one.
 bool is_index(const c10::IValue& item);
 
-/// What the operator itself gives.
-Stack call_operator(const c10::OperatorHandle& op, Stack arguments);
-
 /// The operator's composite kernel, on the distributed tensors themselves.
 Function composite();
 /// The rule of operators that are computed so, by these operators.
 Rule composed(Names by);
-
-/// The argument at this position is the shape of the first result: a rank's is the local shape.
-Localize with_local_sizes(size_t position);
 
 /// Indices into a sharded dim, of which this rank holds a contiguous range, as indices into the local tensor:
 /// `other` for those that point elsewhere, and a mask of these. Throws if one is outside of the dim, an
@@ -77,7 +67,7 @@ Localize with_local_sizes(size_t position);
 struct LocalIndices {
   at::Tensor indices, elsewhere;
   LocalIndices(const at::Tensor& global, int64_t offset, int64_t local_size, int64_t size, int64_t other,
-         bool wraps = false, bool is_index_error = true);
+               bool wraps = false, bool is_index_error = true);
 };
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".

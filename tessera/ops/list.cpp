@@ -1,5 +1,4 @@
-#include <tessera/comm/collectives.h>
-#include <tessera/kernels/exchange.h>
+#include <tessera/kernels/extremes.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
@@ -21,18 +20,11 @@ Rule items(std::vector<Names> linear = {}, bool integers = false) {
   return rule;
 }
 
-/// Norms of items; those of items of which a rank holds nothing are the neutral element.
+/// Norms of items; those of items of which a rank has nothing are the neutral element.
 Rule norms() {
-  const Rule norm = norm_rule("ord");
-  Rule rule{norm.text(),
-            [norm](const OpCall& call) {
-              auto strategies = norm.propose(call);
-              if (strategies) strategies->localize = {};
-              return strategies;
-            },
-            {"ord", "dtype"},
-            "the reduction depends on the value of the order"};
+  Rule rule = Norm{"ord"};
   rule.itemwise = true;
+  rule.local.of = [](const OpCall&) { return Localize(); };  // `together`
   rule.together = [](const OpCall& call) {
     LocalCall local;
     const double p = call.value("ord").toScalar().toDouble();
@@ -54,7 +46,7 @@ Rule norms() {
   return rule;
 }
 
-/// Each rank looks at what it holds; then all have to agree.
+/// Each rank looks at its shards; then all have to agree.
 Rule unscale() {
   Rule rule = items();
   rule.local.text = "what ranks found: one all-reduce for each mesh";
@@ -72,13 +64,14 @@ Rule unscale() {
     LocalCall local;
     local.communicates = !meshes.empty();
     local.compute = [meshes](const c10::OperatorHandle& op, Stack arguments) {
-      const at::Tensor found = arguments[1].toTensor(), here = at::zeros_like(found);
-      arguments[1] = here;
+      c10::IValue& argument = NamedArguments(op, arguments)["found_inf"];
+      const at::Tensor found = argument.toTensor(), here = at::zeros_like(found);
+      argument = here;
       op.callBoxed(arguments);
       for (const DeviceMesh& mesh : meshes) {
         std::vector<int64_t> all(mesh.ndim());
         std::iota(all.begin(), all.end(), 0);
-        comm::all_reduce(here, c10d::ReduceOp::MAX, group_of(mesh, all)).wait();
+        max_over_ranks(here, mesh, all);
       }
       found.copy_(at::maximum(found, here));
       return Stack{};

@@ -24,7 +24,8 @@ Rule addmv() {
     if (call.tensors[0].shape() == call.tensors[1].shape().slice(0, 1)) return {};
     return [](const ChosenSpecs&) {
       return LocalCall{{}, [](const c10::OperatorHandle& op, Stack arguments) {
-                         arguments[0] = arguments[0].toTensor().expand({arguments[1].toTensor().size(0)});
+                         const int64_t rows = NamedArguments(op, arguments)["mat"].toTensor().size(0);
+                         arguments[0] = arguments[0].toTensor().expand({rows});
                          return call_operator(op, std::move(arguments));
                        }};
     };
@@ -41,9 +42,11 @@ Letters with(Letters letters, std::initializer_list<char> more) {
 }
 
 /// On local tensors: libtorch has the operator, but no kernel for ordinary tensors.
-Stack linear_gradients(const c10::OperatorHandle&, Stack arguments) {
-  at::Tensor x = arguments[0].toTensor(), gradient = arguments[1].toTensor(), w = arguments[2].toTensor();
-  const auto mask = arguments[3].toBoolList();
+Stack linear_gradients(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor x = arguments.tensor("self");
+  at::Tensor gradient = arguments.tensor("grad_output"), w = arguments.tensor("weight");
+  const auto mask = arguments["output_mask"].toBoolList();
   const bool is_vector = w.dim() == 1;
   if (is_vector) {
     w = w.unsqueeze(0);
@@ -61,13 +64,14 @@ Stack linear_gradients(const c10::OperatorHandle&, Stack arguments) {
 
 std::optional<Strategies> linear_backward(const OpCall& call) {
   const Spec &x = call.tensors.at(0), &w = call.tensors.at(2);
-  const Letters places = identity(x.ndim() - 1);
+  const Letters batch = identity(x.ndim() - 1);
   const Letters own = w.ndim() == 2 ? Letters{kRight} : Letters{};
   const Letters weight = with(own, {kInner});
-  Letters output = places;
+  Letters output = batch;
   output.append(own.begin(), own.end());
-  const Letters input = with(places, {kInner});
-  Strategies strategies{strategies_of({.inputs = {input, output, weight}, .outputs = {input, weight, own}}), {}};
+  const Letters input = with(batch, {kInner});
+  Strategies strategies{strategies_of({.inputs = {input, output, weight}, .outputs = {input, weight, own}}),
+                        {}};
   // What does not depend on what is sharded, or has yet to be reduced, is replicated.
   for (Strategy& strategy : strategies.options) {
     if (strategy.inputs[1].is_replicate()) strategy.outputs[2] = Replicate();

@@ -1,14 +1,12 @@
-#include <tessera/comm/collectives.h>
-#include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/kernels/extremes.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include <ATen/ATen.h>
+#include <c10/util/irange.h>
 
 namespace tessera::ops {
 
@@ -16,51 +14,16 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-size_t position_of(const c10::OperatorHandle& op, const char* name) {
-  return *op.schema().argumentIndexWithName(name);
-}
-
-}  // namespace
-
-Rule norm_rule(const std::string& order) {
-  return {"`dim` reduced: P(norm p); P(max), P(min), P(sum) for infinite and zero p",
-          [order](const OpCall& call) -> std::optional<Strategies> {
-            const Spec& spec = call.tensors[0];
-            const auto reduction = ReducedDims::of(call, /*empty_is_all=*/false);
-            if (!reduction || reduction->empty(spec)) return std::nullopt;
-            const double p = call.has(order) ? call.value(order).toScalar().toDouble() : 2.0;
-            if (std::isnan(p)) return std::nullopt;
-            const Placement contracted = p == kInfinity    ? Partial(ReduceOp::max)
-                                         : p == -kInfinity ? Partial(ReduceOp::min)
-                                         : p == 0          ? Partial(ReduceOp::sum)
-                                                           : NormPartial(p);
-            const bool converts = call.position("dtype") && call.has("dtype");
-            Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {reduction->letters}, .contracted = contracted};
-            if (converts) einsum.contracted = std::nullopt;
-            Strategies strategies{strategies_of(einsum), {{reduction->shape}}};
-            if (converts) return strategies;
-            // A norm of norms.
-            if (contracted.is_partial(ReduceOp::norm)) strategies.options.push_back({{contracted}, {contracted}});
-            if (std::isinf(p) || p < 0) {
-              strategies.localize = neutral_if_empty(reduction->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
-            }
-            return strategies;
-          },
-          {order, "dim", "keepdim", "dtype"}};
-}
-
-namespace {
-
 /// The dims that a call of a decomposition reduces, and whether they stay with size 1.
 struct Reduced {
   Shape dims;
   bool keep;
 
-  Reduced(const c10::OperatorHandle& op, const Stack& arguments) {
-    const auto& dim = arguments[position_of(op, "dim")];
-    const int64_t ndim = arguments[0].toTensor().dim();
+  explicit Reduced(const NamedArguments& arguments) {
+    const c10::IValue& dim = arguments["dim"];
+    const int64_t ndim = arguments.tensor("self").dim();
     dims = wrapped(dim.isNone() ? Shape() : dim.isInt() ? Shape{dim.toInt()} : dim.toIntVector(), ndim);
-    keep = arguments[position_of(op, "keepdim")].toBool();
+    keep = arguments["keepdim"].toBool();
   }
 };
 
@@ -68,11 +31,11 @@ enum class Variance { variance, deviation };
 
 /// By the mean, and the mean of squared differences.
 template <Variance kind, bool kWithMean>
-Stack variance(const c10::OperatorHandle& op, Stack arguments) {
-  const Reduced reduced(op, arguments);
-  const at::Tensor x = arguments[0].toTensor();
-  const c10::IValue& given = arguments[position_of(op, "correction")];
-  const double correction = given.isNone() ? 1 : given.toScalar().toDouble();
+Stack variance(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const Reduced reduced(arguments);
+  const at::Tensor x = arguments.tensor("self");
+  const double correction = arguments.has("correction") ? arguments["correction"].toScalar().toDouble() : 1;
   double count = 1;
   for (const int64_t dim : reduced.dims) count *= static_cast<double>(x.size(dim));
   const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -87,12 +50,14 @@ Stack variance(const c10::OperatorHandle& op, Stack arguments) {
 }
 
 Reduction variance_form(const Function& compute, size_t results) {
-  return {.results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
+  return {
+      .results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
 }
 
-Stack logsumexp(const c10::OperatorHandle& op, Stack arguments) {
-  const Reduced reduced(op, arguments);
-  const at::Tensor x = arguments[0].toTensor();
+Stack logsumexp(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const Reduced reduced(arguments);
+  const at::Tensor x = arguments.tensor("self");
   // Infinite values stay so without being subtracted from one another.
   const at::Tensor highest = at::nan_to_num(at::amax(x, reduced.dims, /*keepdim=*/true), 0, 0, 0);
   at::Tensor result =
@@ -101,28 +66,23 @@ Stack logsumexp(const c10::OperatorHandle& op, Stack arguments) {
   return {result};
 }
 
-/// How many elements are in each bin; between which bounds, if that is not said, all have to know.
-std::optional<Strategies> histogram(const OpCall& call) {
-  const Spec& spec = call.tensors[0];
-  if (call.tensors.size() != 1 || spec.numel() == 0) return std::nullopt;
-  const double low = call.value("min").toScalar().toDouble(), high = call.value("max").toScalar().toDouble();
-  if (low == high && spec.is_sharded()) {
-    Strategies strategies;
-    strategies.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
-      double least = x.min().item<double>(), most = x.max().item<double>();
-      if (least == most) {
-        least -= 1;
-        most += 1;
-      }
-      return Stack{at::histc(x, arguments[1].toInt(), least, most)};
-    };
-    return strategies;
+// --- histograms
+
+/// The bounds of all data are known by min and max.
+Stack histogram_between_extremes(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor& x = arguments.tensor("self");
+  double least = x.min().item<double>(), most = x.max().item<double>();
+  if (least == most) {
+    least -= 1;
+    most += 1;
   }
-  Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {{kUnsharded}}};
-  if (low == high) einsum.contracted = std::nullopt;
-  Strategies strategies{strategies_of(einsum), {{{call.integer("bins")}}}};
-  strategies.localize = [bins = call.integer("bins")](const ChosenSpecs& chosen) {
+  return {at::histc(x, arguments["bins"].toInt(), least, most)};
+}
+
+/// libtorch refuses to count nothing.
+Localize zeros_if_empty(int64_t bins) {
+  return [bins](const ChosenSpecs& chosen) {
     LocalCall local;
     if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
     local.compute = [bins](const c10::OperatorHandle&, Stack arguments) {
@@ -130,42 +90,36 @@ std::optional<Strategies> histogram(const OpCall& call) {
     };
     return local;
   };
-  return strategies;
 }
 
-/// The least and the greatest of all that the ranks along some mesh dims hold, column by column. Collective.
-std::vector<double> extremes(const at::Tensor& columns, const Spec& spec,
-                             const std::vector<int64_t>& mesh_dims) {
-  at::Tensor found = at::full({2, columns.size(1)}, -kInfinity, columns.options());
-  if (columns.size(0) > 0) found = at::stack({at::amin(columns, 0).neg_(), at::amax(columns, 0)});
-  // What is no number is told to all ranks as what is not finite.
-  found.nan_to_num_(kInfinity, kInfinity, -kInfinity);
-  comm::all_reduce(found, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
-  const at::Tensor known = found.to(at::kCPU, at::kDouble);
-  std::vector<double> range;
-  for (int64_t i = 0; i < known.size(1); ++i) {
-    range.push_back(-known[0][i].item<double>());
-    range.push_back(known[1][i].item<double>());
-  }
-  return range;
+std::optional<Strategies> histc(const OpCall& call) {
+  const Spec& spec = call.tensors[0];
+  if (call.tensors.size() != 1 || spec.numel() == 0) return std::nullopt;
+  const bool has_bounds = call.value("min").toScalar().toDouble() != call.value("max").toScalar().toDouble();
+  if (!has_bounds && spec.is_sharded()) return Strategies{{}, {}, {}, histogram_between_extremes};
+  Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {{kUnsharded}}};
+  if (!has_bounds) einsum.contracted = std::nullopt;
+  const int64_t bins = call.integer("bins");
+  return Strategies{strategies_of(einsum), {{{bins}}}, zeros_if_empty(bins)};
 }
 
 /// Counts over how many there are in all, and over the bins' lengths.
-Stack histogram_density(const c10::OperatorHandle& op, Stack arguments) {
-  arguments[position_of(op, "density")] = false;
+Stack histogram_density(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  arguments["density"] = false;
   std::vector<at::Tensor> edges;
-  if (arguments[1].isTensorList()) edges = arguments[1].toTensorVector();
-  if (arguments[1].isIntList()) {
-    const auto range = arguments[position_of(op, "range")].toOptional<std::vector<double>>();
-    edges = at::_histogramdd_bin_edges(arguments[0].toTensor(), arguments[1].toIntVector(),
+  if (arguments["bins"].isTensorList()) edges = arguments["bins"].toTensorVector();
+  if (arguments["bins"].isIntList()) {
+    const auto range = arguments["range"].toOptional<std::vector<double>>();
+    edges = at::_histogramdd_bin_edges(arguments.tensor("self"), arguments["bins"].toIntVector(),
                                        range ? std::optional<c10::ArrayRef<double>>(*range) : std::nullopt);
   }
-  Stack results = call_operator(op, std::move(arguments));
+  Stack results = call_operator(op, stack);
   if (results.size() == 2) edges = {results[1].toTensor()};
   // Reduced here once, not at each use.
   at::Tensor counts = at::add(results[0].toTensor(), 0);
   counts = at::div(counts, at::sum(counts));
-  for (size_t dim = 0; dim < edges.size(); ++dim) {
+  for (const size_t dim : c10::irange(edges.size())) {
     Shape shape(counts.dim(), 1);
     shape[dim] = -1;
     counts = at::div(counts, at::diff(edges[dim]).reshape(shape));
@@ -178,105 +132,114 @@ Stack histogram_density(const c10::OperatorHandle& op, Stack arguments) {
 /// the bins end.
 enum class Histogram { elements, rows, edges_of_rows };
 
-Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
-  return {kind == Histogram::edges_of_rows
-              ? "rows cut; between bounds that are given, or found by one reduction"
-              : "cut: P(sum), between bounds that are given, or found by one reduction",
-          [kind](const OpCall& call) -> std::optional<Strategies> {
-            const auto self = call.tensor("self"), weight = call.tensor("weight");
-            if (!self) return std::nullopt;
-            const Spec& x = call.tensors[*self];
-            const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
-            if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
-            Strategies strategies;
-            const bool is_sharded_on = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
-            if (counts && call.flag("density")) {
-              if (is_sharded_on) strategies.decompose = histogram_density;
-              return strategies;
-            }
-            Placements outputs{counts ? Partial() : Replicate()};
-            if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
-            for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
-              Strategy strategy{Placements(call.tensors.size(), Replicate()), outputs};
-              strategy.inputs[*self] = Shard(dim);
-              if (weight) strategy.inputs[*weight] = Shard(dim);
-              strategies.options.push_back(std::move(strategy));
-            }
-            const auto range = call.position("range");
-            if (!range || call.has("range")) return strategies;
-            strategies.localize = [=, number = *self](const ChosenSpecs& chosen) {
-              LocalCall local;
-              const Spec& x = chosen.inputs[number];
-              const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
-              if (mesh_dims.empty()) return local;
-              local.communicates = true;
-              local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-                const at::Tensor held = arguments[0].toTensor();
-                arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
-                return call_operator(op, std::move(arguments));
-              };
-              return local;
-            };
-            return strategies;
-          },
-          std::move(reads)};
-}
-
-/// How often each number occurs; how many there are, all have to know.
-std::optional<Strategies> bincount(const OpCall& call) {
-  const Spec& spec = call.tensors[0];
-  if (!call.tensor("self") || spec.ndim() != 1 || spec.numel() == 0) return std::nullopt;
-  if (call.tensors.size() == 2 && call.tensors[1].shape() != spec.shape()) return std::nullopt;
-  Strategies strategies{{{Placements(call.tensors.size(), Shard(0)), {Partial()}}}, {{{kLocal}}}};
-  strategies.localize = [](const ChosenSpecs& chosen) {
+/// Between the bounds of all data, which the ranks find by one reduction.
+Localize between_bounds(Histogram kind, size_t self) {
+  return [=](const ChosenSpecs& chosen) {
     LocalCall local;
-    const Spec& spec = chosen.inputs[0];
-    const std::vector<int64_t> mesh_dims = mesh_dims_of(spec, 0);
-    if (mesh_dims.empty()) return local;
+    const Spec& x = chosen.inputs[self];
+    if (mesh_dims_of(x).empty()) return local;
     local.communicates = true;
-    local.compute = [spec, mesh_dims](const c10::OperatorHandle& op, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
-      // The least too, so that all find a negative one, not only its rank.
-      const at::Tensor bounds =
-          at::full({2}, std::numeric_limits<int64_t>::min(), x.options().dtype(at::kLong));
-      if (x.numel() > 0) bounds.copy_(at::stack({x.max().to(at::kLong), x.min().to(at::kLong).neg()}));
-      comm::all_reduce(bounds, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
-      TESSERA_CHECK(bounds[1].item<int64_t>() <= 0, "bincount: expected numbers that are not negative, got ",
-                    -bounds[1].item<int64_t>(), ".");
-      arguments[2] = std::max(arguments[2].toInt(), bounds[0].item<int64_t>() + 1);
-      if (x.numel() == 0 && arguments[1].isTensor()) {
-        // libtorch forgets of what type weights are if there are none.
-        const auto dtype = arguments[1].toTensor().scalar_type() == at::kFloat ? at::kFloat : at::kDouble;
-        return Stack{at::zeros({arguments[2].toInt()}, x.options().dtype(dtype))};
-      }
+    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+      const at::Tensor values = arguments[0].toTensor();
+      const int64_t columns = kind == Histogram::elements ? 1 : values.size(-1);
+      NamedArguments(op, arguments)["range"] = column_bounds(values.reshape({-1, columns}), x);
       return call_operator(op, std::move(arguments));
     };
     return local;
   };
+}
+
+std::optional<Strategies> histogram(const OpCall& call, Histogram kind) {
+  const auto self = call.tensor("self"), weight = call.tensor("weight");
+  if (!self) return std::nullopt;
+  const Spec& x = call.tensors[*self];
+  const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
+  if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
+  if (counts && call.flag("density")) {
+    const bool is_sharded = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
+    return is_sharded ? Strategies{{}, {}, {}, histogram_density} : Strategies{};
+  }
+  Strategies strategies;
+  Placements outputs{counts ? Partial() : Replicate()};
+  if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
+  for (const int64_t dim : c10::irange(x.ndim() - (of_rows ? 1 : 0))) {
+    Strategy strategy{Placements(call.tensors.size(), Replicate()), outputs};
+    strategy.inputs[*self] = Shard(dim);
+    if (weight) strategy.inputs[*weight] = Shard(dim);
+    strategies.options.push_back(std::move(strategy));
+  }
+  if (call.position("range") && !call.has("range")) strategies.localize = between_bounds(kind, *self);
   return strategies;
 }
 
-/// Of what a rank holds another diagonal is summed.
-std::optional<Strategies> trace(const OpCall& call) {
-  if (call.tensors[0].ndim() != 2) return std::nullopt;
-  Einsum einsum{.inputs = {letters("ab")}, .outputs = {{}}, .linear = {{0}}};
-  einsum.contiguous = true;
-  Strategies strategies{strategies_of(einsum), {{Shape()}}};
-  strategies.localize = [](const ChosenSpecs& chosen) {
-    LocalCall local;
-    if (!chosen.inputs[0].is_sharded()) return local;
-    const auto offset = chosen.inputs[0].global_offset();
-    local.compute = [diagonal = offset[0] - offset[1]](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
-      const bool none = x.numel() == 0 || diagonal <= -x.size(0) || diagonal >= x.size(1);
-      return Stack{at::sum(none ? x.flatten().narrow(0, 0, 0) : at::diagonal(x, diagonal))};
-    };
-    return local;
+Rule histogram_rule(Histogram kind, Names reads) {
+  return {kind == Histogram::edges_of_rows ? "rows sharded; bounds are given, or found by one reduction"
+                                           : "sharded: P(sum); bounds are given, or found by one reduction",
+          [kind](const OpCall& call) { return histogram(call, kind); }, std::move(reads),
+          "densities need all counts, and the edges of bins are never partial"};
+}
+
+/// How often each value occurs. All ranks have to know how many bins there are.
+Rule bincount() {
+  Rule rule = Pattern{.letters = {"n,n?->."}};
+  rule.local = {
+      "how many bins there are by one reduction", [](const OpCall&) -> Localize {
+        return [](const ChosenSpecs& chosen) {
+          LocalCall local;
+          const Spec& spec = chosen.inputs[0];
+          if (mesh_dims_of(spec).empty()) return local;
+          local.communicates = true;
+          local.compute = [spec](const c10::OperatorHandle& op, Stack stack) {
+            const NamedArguments arguments(op, stack);
+            const at::Tensor x = arguments.tensor("self");
+            const int64_t bins = std::max(arguments["minlength"].toInt(), count_bins(x, spec));
+            if (x.numel() == 0 && arguments.has("weights")) {
+              // libtorch forgets of what type weights are if there are none.
+              const auto given = arguments.tensor("weights").scalar_type();
+              return Stack{at::zeros({bins}, x.options().dtype(given == at::kFloat ? given : at::kDouble))};
+            }
+            arguments["minlength"] = bins;
+            return call_operator(op, std::move(stack));
+          };
+          return local;
+        };
+      }};
+  return rule;
+}
+
+// --- others
+
+/// Which diagonal of its shard a rank sums follows from where that begins.
+Rule trace() {
+  Rule rule = Pattern{.letters = {"mn->"}, .linear = {{"self"}}, .contiguous = true};
+  rule.local = {"the diagonal as it is in the shard", [](const OpCall&) -> Localize {
+                  return [](const ChosenSpecs& chosen) {
+                    LocalCall local;
+                    if (!chosen.inputs[0].is_sharded()) return local;
+                    const auto offset = chosen.inputs[0].global_offset();
+                    local.compute = [diagonal = offset[0] - offset[1]](const c10::OperatorHandle&,
+                                                                       Stack arguments) {
+                      const at::Tensor x = arguments[0].toTensor();
+                      const bool none = x.numel() == 0 || diagonal <= -x.size(0) || diagonal >= x.size(1);
+                      return Stack{at::sum(none ? x.flatten().narrow(0, 0, 0) : at::diagonal(x, diagonal))};
+                    };
+                    return local;
+                  };
+                }};
+  return rule;
+}
+
+/// libtorch refuses to reduce nothing.
+LocalCall zeros_of_empty(const ChosenSpecs& chosen) {
+  LocalCall local;
+  if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
+  local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
+    return Stack{at::zeros(result.local_shape(), arguments[0].toTensor().options())};
   };
-  return strategies;
+  return local;
 }
 
-/// Segments of a dim, which is whole; how long they are may differ along the dims before it.
+/// Segments of a dim, which is unsharded; how long they are may differ along the dims before it.
 std::optional<Strategies> segments(const OpCall& call) {
   const auto data = call.tensor("data"), offsets = call.tensor("offsets");
   if (!data || call.tensor("indices")) return std::nullopt;
@@ -288,27 +251,17 @@ std::optional<Strategies> segments(const OpCall& call) {
   const bool backward = call.tensor("grad").has_value();
   Einsum einsum{.inputs = {}, .outputs = {all}};
   Shape shape = x.shape().vec();
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    const std::string& name = call.schema->arguments()[call.positions[i]].name();
-    const bool tells = name == "lengths" || name == "offsets";
-    einsum.inputs.emplace_back(all.begin(), tells ? all.begin() + axis + 1 : all.end());
+  for (const size_t i : c10::irange(call.tensors.size())) {
+    const std::string& name = call.name_of(i);
+    const bool is_geometry = name == "lengths" || name == "offsets";
+    einsum.inputs.emplace_back(all.begin(), is_geometry ? all.begin() + axis + 1 : all.end());
     const Spec& spec = call.tensors[i];
     if (spec.ndim() != static_cast<int64_t>(einsum.inputs.back().size())) return std::nullopt;
     if (spec.shape().slice(0, axis) != x.shape().slice(0, axis)) return std::nullopt;
-    if (tells && !backward) shape[axis] = spec.shape()[axis] - (offsets ? 1 : 0);
+    if (is_geometry && !backward) shape[axis] = spec.shape()[axis] - (offsets ? 1 : 0);
   }
-  if (backward) einsum.linear = linear_tensors(call, {{first_argument(call)}});
-  Strategies strategies{strategies_of(einsum), {{shape}}};
-  strategies.localize = [](const ChosenSpecs& chosen) {
-    LocalCall local;
-    const Spec& result = chosen.outputs[0];
-    if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
-    local.compute = [result](const c10::OperatorHandle&, Stack arguments) {
-      return Stack{at::zeros(result.local_shape(), arguments[0].toTensor().options())};
-    };
-    return local;
-  };
-  return strategies;
+  if (backward) einsum.linear = linear_tensors(call, {{"grad"}});
+  return Strategies{strategies_of(einsum), {{shape}}, zeros_of_empty};
 }
 
 }  // namespace
@@ -339,33 +292,33 @@ Table reduce_rules() {
       // Of bytes the result is a byte.
       {{"any", "any.dim", "any.dims"}, Reduction{.partial = {Partial(ReduceOp::any)}, .except = {at::kByte}}},
       {{"all", "all.dim", "all.dims"}, Reduction{.partial = {Partial(ReduceOp::all)}, .except = {at::kByte}}},
-      {{"linalg_vector_norm"}, norm_rule("ord")},
-      {{"norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"},
-       norm_rule("p")},
+      {{"linalg_vector_norm"}, Norm{"ord"}},
+      {{"norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"}, Norm{"p"}},
       {{"var.correction"}, variance_form(variance<Variance::variance, false>, 1)},
       {{"std.correction"}, variance_form(variance<Variance::deviation, false>, 1)},
       {{"var_mean.correction"}, variance_form(variance<Variance::variance, true>, 2)},
       {{"std_mean.correction"}, variance_form(variance<Variance::deviation, true>, 2)},
       {{"logsumexp"}, Reduction{.if_sharded = Decomposition{{"amax", "exp", "sum", "log"}, logsumexp}}},
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, Reduction{.results = 2}},
-      {{"trace"},
-       {"any dim sharded: P(sum), linear, no strided shards",
-        trace,
-        {},
-        "a rank sums another diagonal of its local matrix"}},
+      {{"trace"}, trace()},
   });
   const Table counts{
       {{"histc"},
-       {"cut: P(sum), between bounds that are given, or found by min and max",
-        histogram,
-        {"bins", "min", "max"}}},
+       {"sharded: P(sum), between bounds that are given, or found by min and max",
+        histc,
+        {"bins", "min", "max"},
+        "bounds that are not given are those of all data"}},
       {{"histogram.bins_tensor"}, histogram_rule(Histogram::elements, {"density"})},
       {{"histogram.bin_ct"}, histogram_rule(Histogram::elements, {"range", "density"})},
       {{"_histogramdd_bin_edges"}, histogram_rule(Histogram::edges_of_rows, {"range"})},
       {{"_histogramdd_from_bin_cts"}, histogram_rule(Histogram::rows, {"range", "density"})},
       {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
-      {{"segment_reduce", "_segment_reduce_backward"}, {"the segmented dim whole", segments, {"axis"}}},
-      {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
+      {{"segment_reduce", "_segment_reduce_backward"},
+       {"`axis` unsharded, others alike",
+        segments,
+        {"axis"},
+        "`lengths` and `offsets` have the dims up to `axis` only"}},
+      {{"bincount"}, bincount()},
   };
   all.insert(all.end(), counts.begin(), counts.end());
   return all;

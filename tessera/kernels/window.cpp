@@ -33,7 +33,7 @@ Halo::Halo(const Spec& input, const Spec& result, int64_t dim, const Reach& reac
                   return pieces_of(part.size > 0 ? reach(part) : Range{});
                 };
   const auto here = *mesh.get_coordinate();
-  held_ = only(holding(result, dim)(here));
+  local_ = only(holding(result, dim)(here));
   needed_ = only(wants(here));
   own_ = only(has(here));
   // Ranks along other mesh dims need the same, so all agree on whether anything is moved.
@@ -80,7 +80,7 @@ bool Halos::communicates() const {
 }
 
 bool Halos::idle() const {
-  return std::any_of(halos_.begin(), halos_.end(), [](const Halo& halo) { return halo.held().size == 0; });
+  return std::any_of(halos_.begin(), halos_.end(), [](const Halo& halo) { return halo.local().size == 0; });
 }
 
 const Halo* Halos::of(int64_t dim) const {
@@ -108,7 +108,7 @@ at::Tensor Halos::give_back(at::Tensor needed) const {
 
 at::Tensor Halos::cropped(at::Tensor result, const Cover& cover) const {
   for (const Halo& halo : halos_)
-    result = result.narrow(halo.dim(), halo.held().offset - cover(halo).offset, halo.held().size);
+    result = result.narrow(halo.dim(), halo.local().offset - cover(halo).offset, halo.local().size);
   return result.contiguous();
 }
 
@@ -116,8 +116,8 @@ at::Tensor Halos::padded(at::Tensor result, const Cover& cover) const {
   std::vector<int64_t> pads(2 * result.dim(), 0);
   for (const Halo& halo : halos_) {
     const int64_t last = 2 * (result.dim() - 1 - halo.dim());  // pads count from the last dim
-    pads[last] = halo.held().offset - cover(halo).offset;
-    pads[last + 1] = cover(halo).end() - halo.held().end();
+    pads[last] = halo.local().offset - cover(halo).offset;
+    pads[last + 1] = cover(halo).end() - halo.local().end();
   }
   const bool none = std::all_of(pads.begin(), pads.end(), [](int64_t pad) { return pad == 0; });
   return none ? result : at::constant_pad_nd(result, pads);

@@ -7,16 +7,16 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Operators whose result at a place depends on a window of places of the input: what a rank needs beyond
-/// what it holds where the dim is cut, its halo, and how it gets it.
+/// Operators whose result at a position depends on a window of positions of the input: what a rank needs
+/// beyond its shard where the dim is sharded, its halo, and how it gets it.
 namespace tessera::kernels {
 
-/// Place o of the result looks at the places o * stride - padding + k * dilation of the input, k in [0,
+/// Position o of the result looks at the positions o * stride - padding + k * dilation of the input, k in [0,
 /// kernel).
 struct Sliding {
   int64_t kernel, stride, padding, dilation;
 
-  /// From the first to the last place that is looked at, less one.
+  /// From the first to the last position that is looked at, less one.
   int64_t extent() const { return (kernel - 1) * dilation; }
   /// The size of the result: how many windows end within the input and its padding. `ceil`: or only begin
   /// there, but not in the padding behind.
@@ -29,26 +29,27 @@ struct Sliding {
 /// Of a range of the result's dim, the range of the input's dim that it needs; it may stick out.
 using Reach = std::function<Range(const Range&)>;
 
-/// The halo of one dim, which input and result have cut alike: each rank holds one range of both.
+/// The halo of one dim, along which input and result are sharded alike: each rank has one range of both.
 class Halo {
  public:
   Halo(const Spec& input, const Spec& result, int64_t dim, const Reach& reach);
 
   int64_t dim() const { return dim_; }
-  /// What this rank holds of the result, and what it needs of the input for that; both empty together.
-  const Range& held() const { return held_; }
+  /// This rank's range of the result, and what it needs of the input for that; both empty together.
+  const Range& local() const { return local_; }
   const Range& needed() const { return needed_; }
-  /// Whether some rank needs what another one holds.
+  /// Whether some rank needs what another one has.
   bool communicates() const { return communicates_; }
 
-  /// What this rank needs, from what it holds; `fill` where that sticks out of the dim. Collective.
+  /// What this rank needs, from its local input; `fill` where that sticks out of the dim. Collective.
   at::Tensor fetch(const at::Tensor& input, const c10::Scalar& fill) const;
-  /// The converse, for gradients: what the ranks have for each element is added where it lies. Collective.
+  /// The converse, for gradients: what the ranks have for each element is added on the rank that has it.
+  /// Collective.
   at::Tensor give_back(const at::Tensor& needed) const;
 
  private:
   int64_t dim_;
-  Range held_, needed_, own_;  // own: of the input
+  Range local_, needed_, own_;  // own: of the input
   bool communicates_ = false;
   std::vector<Exchange> ways_;  // there and back
 };
@@ -56,14 +57,14 @@ class Halo {
 /// The halos of several dims.
 class Halos {
  public:
-  /// Of those that are cut of the dims from `first` on. `reach`: of each of these.
+  /// Of those that are sharded of the dims from `first` on. `reach`: of each of these.
   Halos(const Spec& input, const Spec& result, int64_t first, const std::vector<Reach>& reach);
 
   bool empty() const { return halos_.empty(); }
   bool communicates() const;
-  /// Whether this rank holds nothing of the result, for want of places in one of these dims.
+  /// Whether this rank has nothing of the result, because its range of one of these dims is empty.
   bool idle() const;
-  /// Of a dim that is cut; else null.
+  /// Of a dim that is sharded; else null.
   const Halo* of(int64_t dim) const;
 
   at::Tensor fetch(at::Tensor input, const c10::Scalar& fill) const;
@@ -72,9 +73,9 @@ class Halos {
   at::Tensor shaped(const at::Tensor& input) const;
   at::Tensor give_back(at::Tensor needed) const;
 
-  /// Where an operator makes more of the result than the rank holds: which range, along the dim of a halo.
+  /// Where an operator makes more of the result than the rank's range: which range, along the dim of a halo.
   using Cover = std::function<Range(const Halo&)>;
-  /// What is held, of what was made; and the converse, with zeros around.
+  /// The local result, of what was made; and the converse, with zeros around.
   at::Tensor cropped(at::Tensor result, const Cover& cover) const;
   at::Tensor padded(at::Tensor result, const Cover& cover) const;
 

@@ -11,7 +11,7 @@ namespace tessera::ops {
 
 namespace {
 
-/// How places between those of the input are filled. Smooth ones, the last, are those
+/// How positions between those of the input are filled. Smooth ones, the last, are those
 /// against aliasing.
 enum class Filter { nearest, nearest_exact, linear, cubic, smooth_linear, smooth_cubic, smooth_lanczos };
 
@@ -27,21 +27,21 @@ struct Dim {
 
 /// As libtorch computes them, in the precision that it computes them in: T.
 template <typename T>
-Taps linear_taps(const Dim& dim, int64_t place) {
+Taps linear_taps(const Dim& dim, int64_t position) {
   const T ratio =
       at::native::area_pixel_compute_scale<T>(dim.input, dim.result, dim.align_corners, dim.scale);
   int64_t first = 0, second = 0;
   T of_first = 0, of_second = 0;
-  at::native::compute_source_index_and_lambda(first, second, of_first, of_second, ratio, place, dim.input,
+  at::native::compute_source_index_and_lambda(first, second, of_first, of_second, ratio, position, dim.input,
                                               dim.result, dim.align_corners);
   return {{first, of_first}, {second, of_second}};
 }
 
 template <typename T>
-Taps cubic_taps(const Dim& dim, int64_t place) {
+Taps cubic_taps(const Dim& dim, int64_t position) {
   const T ratio =
       at::native::area_pixel_compute_scale<T>(dim.input, dim.result, dim.align_corners, dim.scale);
-  const T source = at::native::area_pixel_compute_source_index<T>(ratio, place, dim.align_corners, true);
+  const T source = at::native::area_pixel_compute_source_index<T>(ratio, position, dim.align_corners, true);
   int64_t below = 0;
   T beyond = 0, weights[4];
   at::native::guard_index_and_lambda(source, dim.input, below, beyond);
@@ -83,11 +83,11 @@ Smooth<T> smooth(Filter filter) {
 
 /// The filter is stretched where the result is smaller; weights together are 1.
 template <typename T>
-Taps smooth_taps(const Smooth<T>& filter, const Dim& dim, int64_t place) {
+Taps smooth_taps(const Smooth<T>& filter, const Dim& dim, int64_t position) {
   const T ratio =
       at::native::area_pixel_compute_scale<T>(dim.input, dim.result, dim.align_corners, dim.scale);
   const T stretch = std::max<T>(ratio, 1), radius = filter.radius * stretch;
-  const auto center = static_cast<T>(ratio * (static_cast<double>(place) + 0.5));
+  const auto center = static_cast<T>(ratio * (static_cast<double>(position) + 0.5));
   const auto first = std::max<int64_t>(static_cast<int64_t>(center - radius + 0.5), 0);
   const auto end = std::min(static_cast<int64_t>(center + radius + 0.5), dim.input);
   Taps taps;
@@ -106,22 +106,23 @@ Taps smooth_taps(const Smooth<T>& filter, const Dim& dim, int64_t place) {
 
 template <typename T>
 std::function<Taps(int64_t)> taps_of(Filter filter, const Dim& dim) {
-  if (dim.is_kept()) return [](int64_t place) -> Taps { return {{place}}; };
+  if (dim.is_kept()) return [](int64_t position) -> Taps { return {{position}}; };
   switch (filter) {
     case Filter::nearest:
-      return [=](int64_t place) -> Taps {
-        return {{at::native::nearest_idx(place, dim.input, dim.result, dim.scale)}};
+      return [=](int64_t position) -> Taps {
+        return {{at::native::nearest_idx(position, dim.input, dim.result, dim.scale)}};
       };
     case Filter::nearest_exact:
-      return [=](int64_t place) -> Taps {
-        return {{at::native::nearest_exact_idx(place, dim.input, dim.result, dim.scale)}};
+      return [=](int64_t position) -> Taps {
+        return {{at::native::nearest_exact_idx(position, dim.input, dim.result, dim.scale)}};
       };
     case Filter::linear:
-      return [=](int64_t place) { return linear_taps<T>(dim, place); };
+      return [=](int64_t position) { return linear_taps<T>(dim, position); };
     case Filter::cubic:
-      return [=](int64_t place) { return cubic_taps<T>(dim, place); };
+      return [=](int64_t position) { return cubic_taps<T>(dim, position); };
     default:
-      return [=, filter = smooth<T>(filter)](int64_t place) { return smooth_taps<T>(filter, dim, place); };
+      return
+          [=, filter = smooth<T>(filter)](int64_t position) { return smooth_taps<T>(filter, dim, position); };
   }
 }
 
@@ -174,8 +175,6 @@ Table interpolate_rules() {
     const bool copies = filter == Filter::nearest || filter == Filter::nearest_exact;
     for (const auto& [inner, name] : names) {
       const Separable op{
-          copies ? "cut along batch and channels; spatial dims with halos"
-                 : "cut along batch and channels; spatial dims of floating types with halos",
           inner,
           copies,
           [filter](const OpCall& call, c10::IntArrayRef sizes) { return maps(filter, call, sizes); },

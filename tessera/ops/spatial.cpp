@@ -1,6 +1,6 @@
-#include <tessera/redistribute/memory.h>
-#include <tessera/ops/planes.h>
 #include <tessera/kernels/window.h>
+#include <tessera/ops/planes.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -14,7 +14,10 @@ namespace tessera::ops {
 namespace {
 
 /// Padding with what is there: mirrored at the ends, or the ends repeated.
-Separable padding(int64_t inner, bool reflects) {
+enum class Pad { reflection, replication };
+
+Separable padding(int64_t inner, Pad kind) {
+  const bool reflects = kind == Pad::reflection;
   auto maps = [=](const OpCall& call, c10::IntArrayRef sizes) -> std::optional<std::vector<LinearMap>> {
     const Shape pads = call.integers("padding");
     if (static_cast<int64_t>(pads.size()) != 2 * inner) return std::nullopt;
@@ -25,189 +28,209 @@ Separable padding(int64_t inner, bool reflects) {
       if (size < 1 || before < 0 || after < 0) return std::nullopt;
       if (reflects && std::max(before, after) >= size) return std::nullopt;
       all.push_back({before + size + after, [=](int64_t result) -> Taps {
-                       const int64_t place = result - before, last = size - 1;
-                       if (!reflects) return {{std::clamp<int64_t>(place, 0, last)}};
-                       return {{last - std::abs(last - std::abs(place))}};
+                       const int64_t position = result - before, last = size - 1;
+                       if (!reflects) return {{std::clamp<int64_t>(position, 0, last)}};
+                       return {{last - std::abs(last - std::abs(position))}};
                      }});
     }
     return all;
   };
-  return {"cut along batch and channels; spatial dims with halos", inner, /*copies=*/true, maps, {"padding"}};
+  return {inner, /*copies=*/true, maps, {"padding"}};
 }
 
-/// "nc..,npq.->ncpq": the grid tells where to look in each image.
-std::optional<Strategies> grid_sampler(const OpCall& call) {
-  if (call.tensors.size() != 2) return std::nullopt;
-  const Spec &x = call.tensors[0], &grid = call.tensors[1];
-  if (x.ndim() < 4 || x.ndim() != grid.ndim() || x.numel() == 0 || grid.numel() == 0) return std::nullopt;
-  const auto inner = static_cast<size_t>(x.ndim() - 2);
-  Letters image = letters("nc"), places = letters("n"), output = image;
-  Shape shape{x.shape()[0], x.shape()[1]};
-  for (size_t i = 0; i < inner; ++i) {
-    image.push_back(kUnsharded);
-    places.push_back(static_cast<char>('p' + i));
-    output.push_back(places.back());
-    shape.push_back(grid.shape()[i + 1]);
-  }
-  places.push_back(kUnsharded);
-  Einsum einsum{.inputs = {image, places}, .outputs = {output}, .linear = {{0}}};
-  return Strategies{strategies_of(einsum), {{shape}}};
-}
-
-/// "ncpq,nc..,npq.->nc..,npq."
-std::optional<Strategies> grid_sampler_backward(const OpCall& call) {
-  if (call.tensors.size() != 3) return std::nullopt;
-  const Spec &x = call.tensors[1], &grid = call.tensors[2];
-  if (x.ndim() < 4 || x.ndim() != grid.ndim() || x.numel() == 0 || grid.numel() == 0) return std::nullopt;
-  const auto inner = static_cast<size_t>(x.ndim() - 2);
-  Letters image = letters("nc"), places = letters("n"), output = image;
-  for (size_t i = 0; i < inner; ++i) {
-    image.push_back(kUnsharded);
-    places.push_back(static_cast<char>('p' + i));
-    output.push_back(places.back());
-  }
-  places.push_back(kUnsharded);
-  Einsum einsum{.inputs = {output, image, places}, .outputs = {image, places}, .linear = {{0}}};
-  return Strategies{strategies_of(einsum), {{x.shape().vec()}, {grid.shape().vec()}}};
-}
-
-/// Dims that are cut in the input and the result where both are cut evenly: `blocks` of each is how many
-/// parts there may be at the most, and divides both; 0: the dim is the same in both.
-std::optional<Strategies> in_blocks(const OpCall& call, const Shape& shape, const Shape& blocks) {
+/// Dims that are sharded in the input and the result where both are sharded evenly: `blocks` of each is the
+/// largest number of shards, and divides both; 0: the dim is the same in both.
+Strategies in_blocks(const OpCall& call, const Shape& shape, const Shape& blocks) {
   Strategies strategies;
   strategies.results = {{shape}};
-  for (size_t d = 0; d < blocks.size(); ++d) {
-    const auto dim = static_cast<int64_t>(d);
-    strategies.options.push_back({Placements(call.tensors.size(), Shard(dim)), {Shard(dim)}, blocks[d]});
+  for (const size_t d : c10::irange(blocks.size())) {
+    const Placement sharded = Shard(static_cast<int64_t>(d));
+    strategies.options.push_back({Placements(call.tensors.size(), sharded), {sharded}, blocks[d]});
   }
   for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
     strategies.options.push_back({{Partial(op)}, {Partial(op)}});
   return strategies;
 }
 
-/// Blocks of channels become, or are made of, blocks of places.
-std::optional<Strategies> pixel_shuffle(const OpCall& call, bool back) {
-  const Spec& x = call.tensors[0];
-  const int64_t factor = call.integer(back ? "downscale_factor" : "upscale_factor"), n = x.ndim();
-  if (n < 3 || factor < 1 || x.numel() == 0) return std::nullopt;
-  Shape shape = x.shape().vec(), blocks(n, 0);
-  if (back ? shape[n - 1] % factor || shape[n - 2] % factor : shape[n - 3] % (factor * factor))
-    return std::nullopt;
-  shape[n - 3] = back ? shape[n - 3] * factor * factor : shape[n - 3] / (factor * factor);
-  for (const int64_t d : {n - 2, n - 1}) shape[d] = back ? shape[d] / factor : shape[d] * factor;
-  for (int64_t d = n - 3; d < n; ++d) blocks[d] = std::min(shape[d], x.shape()[d]);
-  auto strategies = in_blocks(call, shape, blocks);
-  strategies->localize = [](const ChosenSpecs& chosen) {
-    LocalCall local;
-    if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
-    // libtorch leaves the shape of what is empty as it is.
-    local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
-      return Stack{new_memory(result.local_shape(), arguments[0].toTensor().options())};
-    };
-    return local;
+/// libtorch leaves the shape of what is empty as it is.
+LocalCall empty_result(const ChosenSpecs& chosen) {
+  LocalCall local;
+  if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
+  local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
+    return Stack{new_memory(result.local_shape(), arguments[0].toTensor().options())};
   };
+  return local;
+}
+
+/// Blocks of channels become blocks of positions.
+std::optional<Strategies> pixel_shuffle(const OpCall& call) {
+  const Spec& x = call.tensors[0];
+  const int64_t factor = call.integer("upscale_factor"), n = x.ndim();
+  if (n < 3 || factor < 1 || x.numel() == 0 || x.shape()[n - 3] % (factor * factor) != 0) return std::nullopt;
+  Shape shape = x.shape().vec(), blocks(n, 0);
+  shape[n - 3] /= factor * factor;
+  for (const int64_t d : {n - 2, n - 1}) shape[d] *= factor;
+  for (const int64_t d : c10::irange(n - 3, n)) blocks[d] = std::min(shape[d], x.shape()[d]);
+  Strategies strategies = in_blocks(call, shape, blocks);
+  strategies.localize = empty_result;
   return strategies;
 }
 
-/// Windows as columns, which count row by row: batch and channels cut; rows with halos, and as many for each
-/// rank.
-std::optional<Strategies> columns(const OpCall& call, bool back) {
+/// The converse.
+std::optional<Strategies> pixel_unshuffle(const OpCall& call) {
   const Spec& x = call.tensors[0];
-  const int64_t outer = x.ndim() - (back ? 2 : 3), height = outer + 1;
-  if ((outer != 0 && outer != 1) || x.numel() == 0) return std::nullopt;
-  const Shape kernel = call.integers("kernel_size"), stride = call.integers("stride"),
-              padding = call.integers("padding"), dilation = call.integers("dilation");
-  const Shape sizes = back ? call.integers("output_size") : Shape{x.shape()[height], x.shape()[height + 1]};
-  for (const Shape* each : {&kernel, &stride, &padding, &dilation, &sizes}) {
-    if (each->size() != 2) return std::nullopt;
-  }
-  Shape windows;
-  for (const size_t i : {0, 1}) {
-    if (kernel[i] < 1 || stride[i] < 1 || padding[i] < 0 || dilation[i] < 1) return std::nullopt;
-    windows.push_back(Sliding{kernel[i], stride[i], padding[i], dilation[i]}.size(sizes[i]));
-  }
-  const int64_t area = kernel[0] * kernel[1], given = x.shape()[outer], count = windows[0] * windows[1];
-  if (count < 1 || (back && (given % area != 0 || x.shape()[height] != count))) return std::nullopt;
-  Shape shape(x.shape().begin(), x.shape().begin() + outer), blocks(outer + 1, 0);
-  shape.push_back(back ? given / area : given * area);
-  blocks[outer] = back ? given / area : given;
-  blocks.push_back(windows[0]);
-  Shape by_rows = shape;  // what the columns are, as rows of windows
-  by_rows[outer] = back ? given : shape[outer];
-  by_rows.insert(by_rows.end(), windows.begin(), windows.end());
-  const Shape places = back ? sizes : Shape{count};
-  shape.insert(shape.end(), places.begin(), places.end());
-  auto strategies = in_blocks(call, shape, blocks);
-  strategies->localize = [=, of_padding = *call.position("padding"),
-                        of_size = call.position("output_size")](const ChosenSpecs& chosen) {
-    const Spec &image = back ? chosen.outputs[0] : chosen.inputs[0],
-               &made = back ? chosen.inputs[0] : chosen.outputs[0];
-    const Spec rows(made.mesh(), made.placements(), by_rows, std::nullopt, made.dtype(), made.order());
-    const Sliding window{kernel[0], stride[0], padding[0], dilation[0]};
-    auto halos = std::make_shared<const Halos>(
-        image, rows, height,
-        std::vector<Reach>{[window](const Range& range) { return window.reach(range); }});
-    LocalCall local;
-    if (halos->empty()) return local;
-    local.communicates = halos->communicates();
-    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-      arguments[of_padding] = Shape{0, padding[1]};  // rows bring theirs along
-      if (!back) {
-        arguments[0] = halos->fetch(arguments[0].toTensor(), 0);
-        return call_operator(op, std::move(arguments));
-      }
-      arguments[*of_size] = Shape{halos->of(height)->needed().size, sizes[1]};
-      return Stack{halos->give_back(call_operator(op, std::move(arguments))[0].toTensor())};
-    };
-    return local;
-  };
+  const int64_t factor = call.integer("downscale_factor"), n = x.ndim();
+  if (n < 3 || factor < 1 || x.numel() == 0) return std::nullopt;
+  if (x.shape()[n - 1] % factor != 0 || x.shape()[n - 2] % factor != 0) return std::nullopt;
+  Shape shape = x.shape().vec(), blocks(n, 0);
+  shape[n - 3] *= factor * factor;
+  for (const int64_t d : {n - 2, n - 1}) shape[d] /= factor;
+  for (const int64_t d : c10::irange(n - 3, n)) blocks[d] = std::min(shape[d], x.shape()[d]);
+  Strategies strategies = in_blocks(call, shape, blocks);
+  strategies.localize = empty_result;
   return strategies;
+}
+
+/// Windows of an image as columns, which count row by row (im2col), and back (col2im). Batch and channels may
+/// be sharded; rows of windows too, evenly, with halos.
+class Columns {
+ public:
+  enum class To { columns, image };
+
+  /// Nothing if the call is not sane, which libtorch is to say.
+  static std::optional<Strategies> strategies(const OpCall& call, To to) {
+    Columns columns(call, to);
+    if (!columns.measure()) return std::nullopt;
+    return columns.strategies();
+  }
+
+ private:
+  Columns(const OpCall& call, To to) : call_(call), to_image_(to == To::image) {}
+
+  bool measure() {
+    const Spec& x = call_.tensors[0];
+    outer_ = x.ndim() - (to_image_ ? 2 : 3);
+    if ((outer_ != 0 && outer_ != 1) || x.numel() == 0) return false;
+    const int64_t height = outer_ + 1;
+    const Shape kernel = call_.integers("kernel_size"), stride = call_.integers("stride"),
+                dilation = call_.integers("dilation");
+    padding_ = call_.integers("padding");
+    sizes_ = to_image_ ? call_.integers("output_size") : Shape{x.shape()[height], x.shape()[height + 1]};
+    for (const Shape* each :
+         {&kernel, &stride, &dilation, &std::as_const(padding_), &std::as_const(sizes_)}) {
+      if (each->size() != 2) return false;
+    }
+    for (const size_t i : {0, 1}) {
+      if (kernel[i] < 1 || stride[i] < 1 || padding_[i] < 0 || dilation[i] < 1) return false;
+      sliding_.push_back({kernel[i], stride[i], padding_[i], dilation[i]});
+      windows_.push_back(sliding_[i].size(sizes_[i]));
+    }
+    area_ = kernel[0] * kernel[1];
+    const int64_t count = windows_[0] * windows_[1];
+    return count >= 1 && !(to_image_ && (x.shape()[outer_] % area_ != 0 || x.shape()[height] != count));
+  }
+
+  Strategies strategies() const {
+    const Spec& x = call_.tensors[0];
+    const int64_t given = x.shape()[outer_], channels = to_image_ ? given / area_ : given;
+    Shape shape(x.shape().begin(), x.shape().begin() + outer_), blocks(outer_, 0);
+    blocks.insert(blocks.end(), {channels, windows_[0]});
+    Shape rows = shape;  // the columns, as rows of windows
+    rows.insert(rows.end(), {channels * area_, windows_[0], windows_[1]});
+    if (to_image_) {
+      shape.insert(shape.end(), {channels, sizes_[0], sizes_[1]});
+    } else {
+      shape.insert(shape.end(), {channels * area_, windows_[0] * windows_[1]});
+    }
+    Strategies strategies = in_blocks(call_, shape, blocks);
+    strategies.localize = with_halos(rows);
+    return strategies;
+  }
+
+  Localize with_halos(const Shape& rows) const {
+    return [=, to_image = to_image_, height = outer_ + 1, window = sliding_[0], width = sizes_[1],
+            pad = padding_[1]](const ChosenSpecs& chosen) {
+      const Spec &image = to_image ? chosen.outputs[0] : chosen.inputs[0],
+                 &columns = to_image ? chosen.inputs[0] : chosen.outputs[0];
+      const Spec by_rows(columns.mesh(), columns.placements(), rows, std::nullopt, columns.dtype(),
+                         columns.order());
+      auto halos = std::make_shared<const Halos>(
+          image, by_rows, height,
+          std::vector<Reach>{[window](const Range& range) { return window.reach(range); }});
+      LocalCall local;
+      if (halos->empty()) return local;
+      local.communicates = halos->communicates();
+      local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+        NamedArguments(op, arguments)["padding"] = Shape{0, pad};  // rows bring theirs along
+        if (!to_image) {
+          arguments[0] = halos->fetch(arguments[0].toTensor(), 0);
+          return call_operator(op, std::move(arguments));
+        }
+        NamedArguments(op, arguments)["output_size"] = Shape{halos->of(height)->needed().size, width};
+        return Stack{halos->give_back(call_operator(op, std::move(arguments))[0].toTensor())};
+      };
+      return local;
+    };
+  }
+
+  const OpCall& call_;
+  bool to_image_;
+  int64_t outer_ = 0;      // how many batch dims there are
+  int64_t area_ = 0;       // of the kernel
+  Shape padding_, sizes_;  // sizes: of the image
+  std::vector<Sliding> sliding_;
+  Shape windows_;
+};
+
+std::optional<Strategies> im2col(const OpCall& call) {
+  return Columns::strategies(call, Columns::To::columns);
+}
+std::optional<Strategies> col2im(const OpCall& call) { return Columns::strategies(call, Columns::To::image); }
+
+/// Padding operators and their gradients, by the number of spatial dims.
+Table padding_rules() {
+  Table table;
+  for (const auto& [kind, name] :
+       {std::pair(Pad::reflection, "reflection_pad"), std::pair(Pad::replication, "replication_pad")}) {
+    for (const int64_t inner : {1, 2, 3}) {
+      const std::string op = c10::str(name, inner, "d");
+      table.push_back({{op}, separable(padding(inner, kind))});
+      table.push_back({{op + "_backward"}, separable_backward(padding(inner, kind))});
+    }
+  }
+  return table;
 }
 
 }  // namespace
 
 Table spatial_rules() {
-  constexpr bool kForward = false, kBackward = true, kReflects = true;
-  return {
-      {{"channel_shuffle"},
-       {"channels whole",
-        [](const OpCall& call) -> std::optional<Strategies> {
-          const Spec& spec = call.tensors[0];
-          if (spec.ndim() < 3 || spec.numel() == 0) return std::nullopt;
-          return unsharded_dims(call, {1}, {{spec.shape().vec()}});
-        }}},
-      {{"grid_sampler_2d", "grid_sampler_3d"}, {"nc..,npq.->ncpq", grid_sampler}},
+  const char* by_factor = "how many shards are even depends on the factor";
+  const char* by_windows = "how many rows of windows there are depends on their geometry";
+  Table table{
+      {{"channel_shuffle"}, Pattern{.letters = {"n.B->n.B"}}},
+      {{"grid_sampler_2d", "grid_sampler_3d"},
+       Pattern{.letters = {"nc..,npq.->ncpq", "nc..,npqr.->ncpqr"}, .linear = {{"input"}}}},
       {{"grid_sampler_2d_backward", "grid_sampler_3d_backward"},
-       {"ncpq,nc..,npq.->nc..,npq.", grid_sampler_backward}},
+       Pattern{.letters = {"ncpq,nc..,npq.->nc..,npq.", "ncpqr,nc..,npqr.->nc..,npqr."},
+               .linear = {{"grad_output"}}}},
       {{"pixel_shuffle"},
-       {"batch cut; channels and places evenly",
-        [](const OpCall& call) { return pixel_shuffle(call, kForward); },
-        {"upscale_factor"}}},
+       {"batch sharded; channels and positions evenly", pixel_shuffle, {"upscale_factor"}, by_factor}},
       {{"pixel_unshuffle"},
-       {"batch cut; channels and places evenly",
-        [](const OpCall& call) { return pixel_shuffle(call, kBackward); },
-        {"downscale_factor"}}},
+       {"batch sharded; channels and positions evenly", pixel_unshuffle, {"downscale_factor"}, by_factor}},
       {{"im2col"},
-       {"batch cut; channels evenly; rows of windows evenly, with halos",
-        [](const OpCall& call) { return columns(call, kForward); },
-        {"kernel_size", "stride", "padding", "dilation"}}},
+       {"batch sharded; channels evenly; rows of windows evenly, with halos",
+        im2col,
+        {"kernel_size", "stride", "padding", "dilation"},
+        by_windows}},
       {{"col2im"},
-       {"batch cut; channels evenly; rows of windows evenly, with halos",
-        [](const OpCall& call) { return columns(call, kBackward); },
-        {"kernel_size", "stride", "padding", "dilation", "output_size"}}},
-      {{"reflection_pad1d"}, separable(padding(1, kReflects))},
-      {{"reflection_pad2d"}, separable(padding(2, kReflects))},
-      {{"reflection_pad3d"}, separable(padding(3, kReflects))},
-      {{"reflection_pad1d_backward"}, separable_backward(padding(1, kReflects))},
-      {{"reflection_pad2d_backward"}, separable_backward(padding(2, kReflects))},
-      {{"reflection_pad3d_backward"}, separable_backward(padding(3, kReflects))},
-      {{"replication_pad1d"}, separable(padding(1, !kReflects))},
-      {{"replication_pad2d"}, separable(padding(2, !kReflects))},
-      {{"replication_pad3d"}, separable(padding(3, !kReflects))},
-      {{"replication_pad1d_backward"}, separable_backward(padding(1, !kReflects))},
-      {{"replication_pad2d_backward"}, separable_backward(padding(2, !kReflects))},
-      {{"replication_pad3d_backward"}, separable_backward(padding(3, !kReflects))},
+       {"batch sharded; channels evenly; rows of windows evenly, with halos",
+        col2im,
+        {"kernel_size", "stride", "padding", "dilation", "output_size"},
+        by_windows}},
   };
+  const Table pads = padding_rules();
+  table.insert(table.end(), pads.begin(), pads.end());
+  return table;
 }
 
 }  // namespace tessera::ops

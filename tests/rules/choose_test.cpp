@@ -220,6 +220,59 @@ TEST_F(Choose, ViewsKeepWhatRanksHold) {
   EXPECT_EQ(viewed({S(2), R}, {3, 5, 12}, {3, 5, 4, 3}), (Placements{S(2), R}));
 }
 
+/// Dims are moved, dropped and added as arguments say; the strides are those of libtorch.
+TEST_F(Choose, DimsThatArgumentsName) {
+  const Spec matrix = spec({S(0), S(1)}, {8, 12});
+  auto placements = [](const ChosenStrategy& chosen) { return chosen.outputs[0].placements; };
+  const ChosenStrategy swapped = decide("aten::transpose", "int", {matrix}, {{}, 0, -1});
+  EXPECT_EQ(placements(swapped), (Placements{S(1), S(0)}));
+  EXPECT_THAT(swapped.outputs[0].result.shape, ElementsAre(12, 8));
+  EXPECT_THAT(swapped.outputs[0].result.strides, ElementsAre(1, 12));
+  EXPECT_EQ(placements(decide("aten::t", "", {matrix})), (Placements{S(1), S(0)}));
+  EXPECT_EQ(placements(decide("aten::unsqueeze", "", {matrix}, {{}, -2})), (Placements{S(0), S(2)}));
+
+  const ChosenStrategy diagonal = decide("aten::diagonal", "", {spec({S(0), P}, {8, 4, 4})}, {{}, 1, 1, 2});
+  EXPECT_EQ(placements(diagonal), (Placements{S(0), P}));
+  EXPECT_THAT(diagonal.outputs[0].result.shape, ElementsAre(8, 3));
+  EXPECT_THAT(diagonal.outputs[0].result.strides, ElementsAre(16, 5));
+  const ChosenStrategy back =
+      decide("aten::diagonal_backward", "", {spec({S(0), P}, {8, 3})}, {{}, std::vector<int64_t>{8, 4, 4}, 1, 1, 2});
+  EXPECT_EQ(placements(back), (Placements{S(0), P}));
+  EXPECT_THAT(back.outputs[0].result.shape, ElementsAre(8, 4, 4));
+
+  const ChosenStrategy expanded =
+      decide("aten::expand", "", {spec({S(1), R}, {1, 8})}, {{}, std::vector<int64_t>{3, 5, -1}, false});
+  EXPECT_EQ(placements(expanded), (Placements{S(2), R}));
+  EXPECT_THAT(expanded.outputs[0].result.shape, ElementsAre(3, 5, 8));
+  EXPECT_THAT(expanded.outputs[0].result.strides, ElementsAre(0, 0, 1));
+
+  // Several results along a dim: by other operators only where that is sharded.
+  EXPECT_FALSE(decide("aten::unbind", "int", {spec({S(0), R}, {8, 2})}, {{}, 1}).decompose);
+  EXPECT_TRUE(decide("aten::unbind", "int", {spec({S(0), R}, {8, 2})}, {{}, 0}).decompose);
+}
+
+TEST_F(Choose, PlanesByBatchAndChannels) {
+  const std::vector<c10::IValue> arguments{{}, std::vector<int64_t>{2, 2}};
+  // Three channels on four ranks: some would have none.
+  const ChosenStrategy unpooled = decide("aten::_adaptive_avg_pool2d", "", {spec({S(0), S(1)}, {4, 3, 6, 6})}, arguments);
+  EXPECT_EQ(unpooled.outputs[0].placements[0], S(0));
+  EXPECT_NE(unpooled.inputs[0].placements()[1], S(1));
+  const ChosenStrategy pooled = decide("aten::_adaptive_avg_pool2d", "", {spec({P, S(1)}, {4, 8, 6, 6})}, arguments);
+  EXPECT_EQ(pooled.outputs[0].placements, (Placements{P, S(1)}));
+  EXPECT_THAT(pooled.outputs[0].result.shape, ElementsAre(4, 8, 2, 2));
+}
+
+/// The text follows from the form.
+TEST(Rules, HaveTextsOfTheirForms) {
+  auto text = [](const std::string& op) { return find_rule(op, false)->text(); };
+  EXPECT_EQ(text("aten::transpose.int"), "`dim0` and `dim1` swapped");
+  EXPECT_EQ(text("aten::diagonal"), "`dim1` and `dim2` dropped, unsharded, a last dim added");
+  EXPECT_EQ(text("aten::unbind.int"), "`dim` dropped, unsharded; if sharded, by select");
+  EXPECT_EQ(text("aten::avg_pool2d"),
+            "batch and channels sharded, linear in the first tensor; spatial dims with halos");
+  EXPECT_EQ(text("aten::trace"), "mn->, linear in `self`, no strided shards; the diagonal as it is in the shard");
+}
+
 TEST_F(Choose, RulesNameWhatTheyRead) {
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::sum", "dim_IntList");
   const std::vector<std::string> none;
@@ -230,8 +283,7 @@ TEST_F(Choose, RulesNameWhatTheyRead) {
   call.readable = &none;
   EXPECT_THAT(testing::error_of([&] { call.value("dim"); }), ::testing::HasSubstr("does not name it"));
   for (const auto& [op, rule] : all_rules()) {
-    EXPECT_FALSE(rule->text.empty()) << op;
-    EXPECT_TRUE(rule->propose) << op;
+    EXPECT_FALSE(rule->text().empty()) << op;
   }
   EXPECT_GT(all_rules().size(), 300u);
 }
@@ -241,7 +293,7 @@ TEST(Rules, AreOfOperatorsThatExist) {
   std::set<std::string> names;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
     names.insert(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
-  for (const auto& [op, rule] : all_rules()) EXPECT_THAT(names, Contains(op)) << rule->text;
+  for (const auto& [op, rule] : all_rules()) EXPECT_THAT(names, Contains(op)) << rule->text();
 }
 
 }  // namespace

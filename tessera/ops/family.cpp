@@ -9,11 +9,6 @@ Table tried(Table table) {
   return table;
 }
 
-Stack call_operator(const c10::OperatorHandle& op, Stack arguments) {
-  op.callBoxed(arguments);
-  return arguments;
-}
-
 Function composite() {
   return [](const c10::OperatorHandle& op, Stack arguments) {
     constexpr auto usual = c10::DispatchKey::CompositeExplicitAutograd;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/kernels/call.h>
 #include <tessera/rules/einsum.h>
 #include <tessera/rules/rule.h>
 #include <tessera/rules/shape.h>
@@ -8,12 +9,10 @@
 #include <vector>
 
 /// What the families of operators share. Each is a table in a file of its own; load.cpp puts them together.
-namespace tessera::kernels {}
 namespace tessera::ops {
 
 using namespace rules;    // NOLINT: the language in which all of these are written
 using namespace kernels;  // NOLINT
-
 
 /// Operators of one rule; without a namespace: of "aten".
 struct Entry {
@@ -59,9 +58,6 @@ const std::string& first_argument(const OpCall& call);
 /// Whether an item of a list of indices, as in x[i, :, j], is one.
 bool is_index(const c10::IValue& item);
 
-/// What the operator itself gives.
-Stack call_operator(const c10::OperatorHandle& op, Stack arguments);
-
 /// The operator's composite kernel, on the distributed tensors themselves.
 Function composite();
 /// The rule of operators that are computed so, by these operators.
@@ -69,16 +65,6 @@ Rule composed(Names by);
 
 /// The argument at this position is the shape of the first result: a rank's is the local shape.
 Localize with_local_sizes(size_t position);
-
-/// Indices into a sharded dim, of which this rank holds a contiguous range, as indices into the local tensor:
-/// `other` for those that point elsewhere, and a mask of these. Throws if one is outside of the dim, an
-/// IndexError if `is_index_error`, as libtorch does for some operators and not for others. `wraps`: negative
-/// ones count from the end.
-struct LocalIndices {
-  at::Tensor indices, elsewhere;
-  LocalIndices(const at::Tensor& global, int64_t offset, int64_t local_size, int64_t size, int64_t other,
-         bool wraps = false, bool is_index_error = true);
-};
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".
 Strategies moved(Letters input, Letters output, Result result);

@@ -22,6 +22,7 @@ class NamedArguments {
   c10::IValue& operator[](const char* name) const;
   /// Undefined if it was left out.
   at::Tensor tensor(const char* name) const;
+  const c10::FunctionSchema& schema() const { return schema_; }
 
  private:
   const c10::FunctionSchema& schema_;

@@ -60,15 +60,6 @@ Function composite();
 /// The rule of operators that are computed so, by these operators.
 Rule composed(Names by);
 
-/// Indices into a sharded dim, of which this rank holds a contiguous range, as indices into the local tensor:
-/// `other` for those that point elsewhere, and a mask of these. Throws if one is outside of the dim, an
-/// IndexError if `is_index_error`, as libtorch does for some operators and not for others. `wraps`: negative
-/// ones count from the end.
-struct LocalIndices {
-  at::Tensor indices, elsewhere;
-  LocalIndices(const at::Tensor& global, int64_t offset, int64_t local_size, int64_t size, int64_t other,
-               bool wraps = false, bool is_index_error = true);
-};
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".
 Strategies moved(Letters input, Letters output, Result result);

@@ -135,7 +135,7 @@ std::vector<StridedSegment> rolled(const OpCall& call, int64_t size) {
 
 /// Of which diagonal a rank keeps what is on one side follows from where its shard begins.
 Rule triangle() {
-  Rule rule(Pattern{.letters = {"Bmn->Bmn"}, .linear = {{"self"}}, .contiguous = true}, {"diagonal"});
+  Rule rule(Pattern{.letters = {"Bmn->Bmn"}, .linear = {{"self"}}, .contiguous = "mn"}, {"diagonal"});
   rule.local = {"`diagonal` as it is in the shard", [](const OpCall& call) -> Localize {
                   return [diagonal = call.integer("diagonal"),
                           position = *call.position("diagonal")](const ChosenSpecs& chosen) {

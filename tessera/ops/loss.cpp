@@ -1,63 +1,98 @@
-#include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/kernels/order.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Reduction.h>
+#include <c10/util/irange.h>
 
 namespace tessera::ops {
 
 namespace {
 
-/// A mean, or its gradient, where `self` is cut: that of a sum, divided by how many there are in all.
-Localize mean_by_count(const OpCall& call, size_t self, int64_t count) {
-  return [=, position = *call.position("reduction")](const ChosenSpecs& chosen) {
-    LocalCall local;
-    if (!chosen.inputs[self].is_sharded()) return local;
-    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-      arguments[position] = static_cast<int64_t>(at::Reduction::Sum);
-      Stack results = call_operator(op, std::move(arguments));
-      results[0] = results[0].toTensor().div_(static_cast<double>(count));
-      return results;
-    };
-    return local;
+// --- what a rank computes
+
+/// A mean, or its gradient, where something is sharded: that of a sum, divided by how many there are in all.
+Localize mean_by_count(int64_t count) {
+  return [count](const ChosenSpecs& chosen) {
+    const auto is_sharded = [](const Spec& spec) { return spec.is_sharded(); };
+    if (std::none_of(chosen.inputs.begin(), chosen.inputs.end(), is_sharded)) return LocalCall();
+    return LocalCall{{}, [count](const c10::OperatorHandle& op, Stack arguments) {
+                       NamedArguments(op, arguments)["reduction"] = static_cast<int64_t>(at::Reduction::Sum);
+                       Stack results = call_operator(op, std::move(arguments));
+                       results[0] = results[0].toTensor().div_(static_cast<double>(count));
+                       return results;
+                     }};
   };
 }
 
-/// A loss for each element, which may then be summed, or summed and divided by how many there are.
-std::optional<Strategies> elementwise_loss(const OpCall& call) {
-  const int64_t reduction = call.integer("reduction");
-  if (reduction == at::Reduction::None) return propose(Pointwise{}, call);
-  const auto self = call.tensor("self"), target = call.tensor("target");
-  if (!self || !target || call.tensors[*self].shape() != call.tensors[*target].shape()) return std::nullopt;
-  const Spec& spec = call.tensors[*self];
-  if (spec.numel() == 0) return std::nullopt;
-  Einsum einsum;
-  const Letters all = identity(spec.ndim());
-  for (const Spec& tensor : call.tensors) {
-    if (!at::is_expandable_to(tensor.shape(), spec.shape())) return std::nullopt;
-    einsum.inputs.push_back(broadcast(tensor.shape(), spec.shape(), all));
-  }
-  einsum.outputs = {{}};
-  Strategies strategies{strategies_of(einsum), {{Shape()}}};
-  if (reduction == at::Reduction::Mean) strategies.localize = mean_by_count(call, *self, spec.numel());
-  return strategies;
+const char* const kByCount = "by the global count";
+
+/// A mean over all elements, which are broadcast.
+LocalStep mean_of_elements() {
+  return {kByCount, [](const OpCall& call) {
+            Shape shape;
+            for (const Spec& spec : call.tensors) shape = at::infer_size(shape, spec.shape());
+            return mean_by_count(c10::multiply_integers(shape));
+          }};
 }
 
-/// The gradient of a mean is that of a sum, divided by how many there are in all.
-std::optional<Strategies> elementwise_loss_backward(const OpCall& call) {
-  const int64_t reduction = call.integer("reduction");
-  auto strategies = propose(Pointwise{.linear = {{"grad_output"}}}, call);
-  if (!strategies || reduction != at::Reduction::Mean) return strategies;
-  const auto self = call.tensor("self");
-  if (!self) return std::nullopt;
-  strategies->localize = mean_by_count(call, *self, call.tensors[*self].numel());
-  return strategies;
+/// Of samples, which are the first dim of `self` if that has two. libtorch leaves a sum of none as memory has
+/// it.
+enum class Samples { summed, averaged };
+LocalStep of_samples(Samples kind) {
+  return {kind == Samples::averaged ? kByCount : "", [kind](const OpCall& call) -> Localize {
+            const size_t self = *call.tensor("self");
+            const Localize mean = mean_by_count(call.tensors[self].shape()[0]);
+            return [=](const ChosenSpecs& chosen) {
+              const Spec& x = chosen.inputs[self];
+              if (x.local_shape()[0] > 0) return kind == Samples::averaged ? mean(chosen) : LocalCall();
+              return LocalCall{{},
+                               [x, outputs = chosen.outputs](const c10::OperatorHandle& op, Stack arguments) {
+                                 const auto options = NamedArguments(op, arguments).tensor("self").options();
+                                 Stack results;
+                                 for (const Spec& output : outputs) {
+                                   // Those whose classes only the operator knows are like `self`.
+                                   const auto shape = (output ? output : x).local_shape();
+                                   results.emplace_back(at::zeros(shape, options));
+                                 }
+                                 return results;
+                               }};
+            };
+          }};
+}
+
+// --- rules by the argument `reduction`
+
+Cases by_reduction(Rule none, Rule mean, Rule sum) {
+  const auto value = [](at::Reduction::Reduction reduction) { return static_cast<int64_t>(reduction); };
+  return {"reduction",
+          {{"none", value(at::Reduction::None), std::move(none)},
+           {"mean", value(at::Reduction::Mean), std::move(mean)},
+           {"sum", value(at::Reduction::Sum), std::move(sum)}}};
+}
+
+Rule with(Form form, LocalStep local) {
+  Rule rule(std::move(form), {});
+  rule.local = std::move(local);
+  return rule;
+}
+
+/// A loss for each element, which may then be summed, or summed and divided by how many there are.
+Cases elementwise_loss() {
+  const Pattern reduced{.letters = {"B,B,B?->"}, .never_empty = true};
+  return by_reduction(Pointwise{}, with(reduced, mean_of_elements()), reduced);
+}
+
+Cases elementwise_loss_backward() {
+  const Pointwise pointwise{.linear = {{"grad_output"}}};
+  return by_reduction(pointwise, with(pointwise, mean_of_elements()), pointwise);
 }
 
 at::Tensor reduced(const at::Tensor& losses, int64_t reduction) {
@@ -65,271 +100,161 @@ at::Tensor reduced(const at::Tensor& losses, int64_t reduction) {
   return reduction == at::Reduction::Mean ? at::mean(losses) : at::sum(losses);
 }
 
-std::optional<Strategies> soft_margin(const OpCall&) {
-  Strategies strategies;
-  strategies.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-    const at::Tensor product = at::mul(arguments[0].toTensor(), arguments[1].toTensor());
-    return Stack{reduced(at::log1p(at::exp(at::neg(product))), arguments[2].toInt())};
-  };
-  return strategies;
+Stack soft_margin(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor product = at::mul(arguments.tensor("self"), arguments.tensor("target"));
+  return {reduced(at::log1p(at::exp(at::neg(product))), arguments["reduction"].toInt())};
 }
 
 /// (1 - t) x + log(1 + exp(-|x|)) + max(-x, 0), the last two weighted for what is true.
-std::optional<Strategies> cross_entropy_with_logits(const OpCall&) {
-  Strategies strategies;
-  strategies.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-    const at::Tensor x = arguments[0].toTensor(), target = arguments[1].toTensor();
-    at::Tensor soft = at::add(at::clamp_min(at::neg(x), 0), at::log1p(at::exp(at::neg(at::abs(x)))));
-    if (arguments[3].isTensor()) {
-      const at::Tensor weight = at::add(at::mul(at::sub(arguments[3].toTensor(), 1), target), 1);
-      soft = at::mul(soft, weight);
-    }
-    at::Tensor losses = at::add(at::mul(at::rsub(target, 1), x), soft);
-    if (arguments[2].isTensor()) losses = at::mul(losses, arguments[2].toTensor());
-    return Stack{reduced(losses, arguments[4].toInt())};
-  };
-  return strategies;
+Stack cross_entropy_with_logits(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor x = arguments.tensor("self"), target = arguments.tensor("target");
+  at::Tensor soft = at::add(at::clamp_min(at::neg(x), 0), at::log1p(at::exp(at::neg(at::abs(x)))));
+  if (const at::Tensor positive = arguments.tensor("pos_weight"); positive.defined())
+    soft = at::mul(soft, at::add(at::mul(at::sub(positive, 1), target), 1));
+  at::Tensor losses = at::add(at::mul(at::rsub(target, 1), x), soft);
+  if (const at::Tensor weight = arguments.tensor("weight"); weight.defined())
+    losses = at::mul(losses, weight);
+  return {reduced(losses, arguments["reduction"].toInt())};
 }
 
-/// Dims: batch, classes, places. Where classes are cut, each rank knows of the targets that are its classes.
-constexpr char kClass = 'C';
+/// A loss for each sample n, of all its classes; without a dim of samples there is one. `each`, `all`: the
+/// patterns of losses that are not reduced, and that are.
+Cases sample_loss(Names each, Names all, const std::vector<Names>& linear = {}) {
+  const Pattern one{.letters = std::move(each), .linear = linear, .never_empty = true};
+  const Pattern reduced{.letters = std::move(all), .linear = linear, .never_empty = true};
+  return by_reduction(with(one, of_samples(Samples::summed)), with(reduced, of_samples(Samples::averaged)),
+                      with(reduced, of_samples(Samples::summed)));
+}
 
-struct Nll {
-  Letters input, target;
-  int64_t class_dim;
+// --- negative log likelihood: dims n are of samples, c of classes. Where classes are sharded, each rank
+// knows of the targets that are its classes.
 
-  explicit Nll(int64_t ndim) : class_dim(ndim > 1 ? 1 : 0) {
-    for (int64_t d = 0; d < ndim; ++d) {
-      input.push_back(d == class_dim ? kClass : static_cast<char>('a' + d));
-      if (d != class_dim) target.push_back(static_cast<char>('a' + d));
-    }
+/// The operator itself, with targets that are among the local classes; others are ignored.
+Stack nll_of_local_classes(const Spec& input, int64_t class_dim, const c10::OperatorHandle& op, Stack stack) {
+  constexpr int64_t kIgnored = -100;
+  const int64_t size = input.shape()[class_dim];
+  const NamedArguments arguments(op, stack);
+  const at::Tensor target = arguments.tensor("target");
+  const at::Tensor ignored = at::eq(target, arguments["ignore_index"].toInt());
+  const at::Tensor classes = at::masked_fill(target, ignored, 0);
+  if (classes.numel() > 0 && classes.is_cpu()) {
+    const auto [lowest, highest] = at::aminmax(classes);
+    TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size, op.schema().name(),
+                        ": targets go from ", lowest.item<int64_t>(), " to ", highest.item<int64_t>(),
+                        ", but must be classes from 0 to ", size - 1, ", or ignore_index.");
   }
+  const at::Tensor own = at::sub(classes, input.global_offset()[class_dim]);
+  const at::Tensor elsewhere = at::logical_or(at::lt(own, 0), at::ge(own, input.local_shape()[class_dim]));
+  arguments["target"] = at::masked_fill(own, at::logical_or(elsewhere, ignored), kIgnored);
+  arguments["ignore_index"] = kIgnored;
+  return call_operator(op, std::move(stack));
+}
 
-  /// The operator itself, with targets that are among the classes this rank holds; others are ignored.
-  Localize localize(const OpCall& call, size_t self) const {
-    const size_t target_position = *call.position("target"),
-                 ignored_position = *call.position("ignore_index");
-    return [=, dim = class_dim](const ChosenSpecs& chosen) {
-      LocalCall local;
-      const Spec& spec = chosen.inputs[self];
-      if (mesh_dims_of(spec, dim).empty()) return local;
-      const int64_t offset = spec.global_offset()[dim], held = spec.local_shape()[dim],
-                    size = spec.shape()[dim];
-      local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-        constexpr int64_t kIgnored = -100;
-        const at::Tensor target = arguments[target_position].toTensor();
-        const at::Tensor ignored = at::eq(target, arguments[ignored_position].toInt());
-        const at::Tensor classes = at::masked_fill(target, ignored, 0);
-        if (classes.numel() > 0 && classes.is_cpu()) {
-          const auto [lowest, highest] = at::aminmax(classes);
-          TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size,
-                              op.schema().name(), ": targets go from ", lowest.item<int64_t>(), " to ",
-                              highest.item<int64_t>(), ", but must be classes from 0 to ", size - 1,
-                              ", or ignore_index.");
-        }
-        const at::Tensor own = at::sub(classes, offset);
-        const at::Tensor elsewhere = at::logical_or(at::lt(own, 0), at::ge(own, held));
-        arguments[target_position] = at::masked_fill(own, at::logical_or(elsewhere, ignored), kIgnored);
-        arguments[ignored_position] = kIgnored;
-        return call_operator(op, std::move(arguments));
-      };
-      return local;
-    };
-  }
-};
-
-/// Ranks must hold one range of classes.
-std::vector<Strategy> nll_strategies(const Einsum& einsum, size_t self, int64_t class_dim) {
-  std::vector<Strategy> result = strategies_of(einsum);
-  for (Strategy& strategy : result) strategy.contiguous = strategy.inputs[self].is_shard_like(class_dim);
-  return result;
+LocalStep of_local_classes() {
+  return {"of local classes", [](const OpCall& call) -> Localize {
+            return [self = *call.tensor("self")](const ChosenSpecs& chosen) {
+              const Spec& input = chosen.inputs[self];
+              const int64_t class_dim = input.ndim() > 1 ? 1 : 0;
+              if (mesh_dims_of(input, class_dim).empty()) return LocalCall();
+              return LocalCall{{}, [=](const c10::OperatorHandle& op, Stack arguments) {
+                                 return nll_of_local_classes(input, class_dim, op, std::move(arguments));
+                               }};
+            };
+          }};
 }
 
 /// A weighted mean is a sum of losses over a sum of weights: both partial.
 Stack weighted_mean(const c10::OperatorHandle& op, Stack arguments) {
-  arguments[3] = static_cast<int64_t>(at::Reduction::Sum);
+  NamedArguments(op, arguments)["reduction"] = static_cast<int64_t>(at::Reduction::Sum);
   Stack sums = call_operator(op, std::move(arguments));
   const at::Tensor weight = at::add(sums[1].toTensor(), 0);
   return {at::div(sums[0].toTensor(), weight), weight};
 }
 
-std::optional<Strategies> nll(const OpCall& call) {
-  const auto self = call.tensor("self"), target = call.tensor("target");
-  if (!self || !target) return std::nullopt;
-  const Spec& spec = call.tensors[*self];
-  const int64_t reduction = call.integer("reduction");
-  const Nll dims(spec.ndim());
-  if (spec.numel() == 0) return std::nullopt;
-  if (reduction == at::Reduction::Mean &&
-      std::any_of(call.tensors.begin(), call.tensors.end(), [](const Spec& s) { return s.is_sharded(); })) {
-    Strategies strategies;
-    strategies.decompose = weighted_mean;
-    return strategies;
-  }
-  Einsum einsum;
-  einsum.inputs = {dims.input, dims.target};
-  if (call.tensor("weight")) einsum.inputs.push_back({kClass});
-  einsum.outputs = {reduction == at::Reduction::None ? dims.target : Letters(), {}};
-  if (reduction == at::Reduction::Mean) einsum.contracted = std::nullopt;
-  Shape losses;
-  if (reduction == at::Reduction::None) losses = call.tensors[*target].shape().vec();
-  Strategies strategies{nll_strategies(einsum, *self, dims.class_dim), {{losses}, {Shape()}}};
-  strategies.localize = dims.localize(call, *self);
-  return strategies;
+Cases nll() {
+  const Pattern each{
+      .letters = {"nc,n,c?->n,", "c,,c?->,", "nchw,nhw,c?->nhw,"}, .contiguous = "c", .never_empty = true};
+  const Pattern sum{
+      .letters = {"nc,n,c?->,", "c,,c?->,", "nchw,nhw,c?->,"}, .contiguous = "c", .never_empty = true};
+  const Pattern mean{.letters = {"..,..,..?->,"},
+                     .never_empty = true,
+                     .if_sharded = Decomposition{{"sums of losses and weights"}, weighted_mean}};
+  return by_reduction(with(each, of_local_classes()), mean, with(sum, of_local_classes()));
 }
 
-std::optional<Strategies> nll_backward(const OpCall& call) {
-  const auto gradient = call.tensor("grad_output"), self = call.tensor("self"),
-             target = call.tensor("target");
-  if (!gradient || !self || !target) return std::nullopt;
-  const Spec& spec = call.tensors[*self];
-  const Nll dims(spec.ndim());
-  if (spec.numel() == 0) return std::nullopt;
-  Einsum einsum;
-  for (const uint32_t position : call.positions) {
-    const std::string& name = call.schema->arguments()[position].name();
-    if (name == "grad_output") {
-      einsum.inputs.push_back(call.integer("reduction") == at::Reduction::None ? dims.target : Letters());
-    } else if (name == "self") {
-      einsum.inputs.push_back(dims.input);
-    } else if (name == "target") {
-      einsum.inputs.push_back(dims.target);
-    } else if (name == "weight") {
-      einsum.inputs.push_back({kClass});
-    } else {
-      einsum.inputs.emplace_back();
-    }
-  }
-  einsum.outputs = {dims.input};
-  Strategies strategies{nll_strategies(einsum, *self, dims.class_dim), {{spec.shape().vec()}}};
-  strategies.localize = dims.localize(call, *self);
-  const auto total = call.tensor("total_weight");
-  if (total && call.integer("reduction") != at::Reduction::Mean) {
-    // It is not looked at, and partial if the losses were computed so.
-    for (Strategy& strategy : strategies.options) strategy.inputs[*total] = Partial();
-  }
-  return strategies;
+Cases nll_backward() {
+  // The last is the total weight. Only a mean looks at it, and it is partial if the losses were computed so.
+  const Pattern each{.letters = {"n,nc,n,c?,->nc", ",c,,c?,->c", "nhw,nchw,nhw,c?,->nchw"},
+                     .contiguous = "c",
+                     .unread = {"total_weight"},
+                     .never_empty = true};
+  Pattern sum = each;
+  sum.letters = {",nc,n,c?,->nc", ",c,,c?,->c", ",nchw,nhw,c?,->nchw"};
+  Pattern mean = sum;
+  mean.unread = {};
+  return by_reduction(with(each, of_local_classes()), with(mean, of_local_classes()),
+                      with(sum, of_local_classes()));
 }
 
-/// A loss for each sample, of all its classes. Without a dim of samples it is one, and whole.
-std::optional<Strategies> sample_loss(const OpCall& call, bool backward) {
-  const auto self = call.tensor("self"), target = call.tensor("target");
-  if (!self || !target) return std::nullopt;
-  const Spec& spec = call.tensors[*self];
-  const bool batched = spec.ndim() == 2;
-  if (spec.numel() == 0 || spec.ndim() == 0) return std::nullopt;
-  if (batched && call.tensors[*target].ndim() == 0) return std::nullopt;
-  const int64_t reduction = call.integer("reduction");
-  Einsum einsum;
-  auto of_samples = [&](int64_t ndim) {
-    Letters letters(ndim, kUnsharded);
-    if (batched && ndim > 0) letters[0] = 'n';
-    return letters;
-  };
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    const bool is_weight = call.schema->arguments()[call.positions[i]].name() == "weight";
-    einsum.inputs.push_back(is_weight ? Letters{kUnsharded} : of_samples(call.tensors[i].ndim()));
-  }
-  std::vector<Result> results{{spec.shape().vec()}};
-  if (!backward) {
-    Shape losses;
-    if (batched && reduction == at::Reduction::None) losses = {spec.shape()[0]};
-    results.insert(results.begin(), {losses});
-  }
-  results.resize(call.schema->returns().size());
-  for (const Result& result : results)
-    einsum.outputs.push_back(of_samples(static_cast<int64_t>(result.shape.size())));
-  if (backward) einsum.linear = linear_tensors(call, {{first_argument(call)}});
-  Strategies strategies{strategies_of(einsum), std::move(results)};
-  strategies.localize = [self = *self, mean = mean_by_count(call, *self, spec.shape()[0]),
-                       reduction](const ChosenSpecs& chosen) {
-    LocalCall local;
-    if (chosen.inputs[self].local_shape()[0] == 0) {
-      // libtorch leaves a sum of none as memory has it.
-      local.compute = [outputs = chosen.outputs](const c10::OperatorHandle&, Stack arguments) {
-        Stack results;
-        for (const Spec& output : outputs)
-          results.emplace_back(at::zeros(output.local_shape(), arguments[0].toTensor().options()));
-        return results;
-      };
-    } else if (reduction == at::Reduction::Mean) {
-      local = mean(chosen);
-    }
-    return local;
-  };
-  return strategies;
-}
+// --- losses of sequences
 
-Rule sample_loss_rule(const char* text, bool backward) {
-  return {text, [backward](const OpCall& call) { return sample_loss(call, backward); }, {"reduction"}};
-}
-
-/// The largest of the target lengths that all ranks have along some mesh dims. Collective.
-int64_t longest(const at::Tensor& lengths, const Spec& spec, const std::vector<int64_t>& mesh_dims) {
-  const at::Tensor most = at::zeros({1}, lengths.options().dtype(at::kLong));
-  if (lengths.numel() > 0) most.copy_(lengths.max());
-  comm::all_reduce(most, c10d::ReduceOp::MAX, group_of(spec.mesh(), mesh_dims)).wait();
-  return most.item<int64_t>();
-}
-
-/// Losses of sequences; samples may be cut where their targets are rows of one length. How many of these
-/// count is told by lists, of which a rank gets its part, or by tensors. What is kept for the gradient is as
-/// wide as the longest targets of all.
-std::optional<Strategies> ctc(const OpCall& call, bool backward) {
-  const auto probabilities = call.tensor("log_probs"), targets = call.tensor("targets");
-  if (!probabilities || !targets) return std::nullopt;
-  const Spec& x = call.tensors[*probabilities];
-  if (x.ndim() != 3 || call.tensors[*targets].ndim() != 2 || x.numel() == 0) return std::nullopt;
-  const int64_t time = x.shape()[0], samples = x.shape()[1];
-  Einsum einsum;
-  einsum.contiguous = true;
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    Letters letters(call.tensors[i].ndim(), kUnsharded);
-    if (letters.empty()) return std::nullopt;
-    letters[i == *probabilities ? 1 : 0] = 'n';
-    einsum.inputs.push_back(std::move(letters));
-  }
+/// How many entries of a row of the targets count, by sample: as lists, of which a rank gets its part, or as
+/// tensors.
+struct Lengths {
   std::vector<std::pair<size_t, Shape>> lists;  // by position
-  for (const char* name : {"input_lengths", "target_lengths"}) {
-    if (call.tensor(name)) continue;
-    lists.emplace_back(*call.position(name), call.integers(name));
-    if (static_cast<int64_t>(lists.back().second.size()) != samples) return std::nullopt;
-  }
-  auto width_of = [](int64_t length) { return 2 * length + 1; };
-  const size_t counted = *call.position("target_lengths");
+  /// Of what is kept for the gradient: as wide as the longest targets of all. Nothing if these are a tensor.
   std::optional<int64_t> width;
-  if (!lists.empty() && lists.back().first == counted)
-    width = width_of(*std::max_element(lists.back().second.begin(), lists.back().second.end()));
-  Strategies strategies;
-  if (backward) {
-    einsum.outputs = {letters(".n.")};
-    einsum.linear = linear_tensors(call, {{first_argument(call)}});
-    strategies.results = {{x.shape().vec()}};
-  } else {
-    einsum.outputs = {letters("n"), letters("n..")};
-    strategies.results = {{{samples}}, {{samples, time, width.value_or(kLocal)}}};
+
+  static int64_t width_of(int64_t length) { return 2 * length + 1; }
+
+  /// Nothing if there are not as many as samples.
+  static std::optional<Lengths> of(const OpCall& call, int64_t samples) {
+    Lengths result;
+    for (const char* name : {"input_lengths", "target_lengths"}) {
+      if (call.tensor(name)) continue;
+      const Shape lengths = call.integers(name);
+      if (static_cast<int64_t>(lengths.size()) != samples) return std::nullopt;
+      result.lists.emplace_back(*call.position(name), lengths);
+      if (name == std::string("target_lengths"))
+        result.width = width_of(*std::max_element(lengths.begin(), lengths.end()));
+    }
+    return result;
   }
-  strategies.options = strategies_of(einsum);
-  strategies.localize = [=, number = *probabilities,
-                       position = call.positions[*probabilities]](const ChosenSpecs& chosen) {
+
+  /// Those of the local samples.
+  void put_local(const Spec& probabilities, LocalCall& local) const {
+    const int64_t size = probabilities.local_shape()[1];
+    for (const auto& [position, lengths] : lists) {
+      const auto begin = lengths.begin() + (size > 0 ? probabilities.global_offset()[1] : 0);
+      local.arguments.emplace_back(position, c10::IValue(Shape(begin, begin + size)));
+    }
+  }
+};
+
+enum class Ctc { losses, gradient };
+
+/// The operator on the local samples.
+Localize ctc_of_local_samples(const OpCall& call, const Lengths& lengths, Ctc kind) {
+  return [=, index = *call.tensor("log_probs")](const ChosenSpecs& chosen) {
     LocalCall local;
-    const Spec& x = chosen.inputs[number];
+    const Spec& x = chosen.inputs[index];
     const std::vector<int64_t> mesh_dims = mesh_dims_of(x, 1);
     if (mesh_dims.empty()) return local;
-    const int64_t held = x.local_shape()[1];
-    for (const auto& [at, lengths] : lists) {
-      const auto begin = lengths.begin() + (held > 0 ? x.global_offset()[1] : 0);
-      local.arguments.emplace_back(at, c10::IValue(Shape(begin, begin + held)));
-    }
-    local.communicates = !backward && !width;
-    local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-      const at::Tensor own = arguments[position].toTensor();
-      const int64_t wide = backward || width ? width.value_or(0)
-                                             : width_of(longest(arguments[counted].toTensor(), x, mesh_dims));
-      if (held == 0 && backward) return Stack{at::zeros_like(own)};
-      if (held == 0) return Stack{own.new_empty({0}), own.new_empty({0, time, wide})};
-      Stack results = call_operator(op, std::move(arguments));
-      if (backward) return results;
+    lengths.put_local(x, local);
+    local.communicates = kind == Ctc::losses && !lengths.width;
+    local.compute = [=, width = lengths.width](const c10::OperatorHandle& op, Stack stack) {
+      const NamedArguments arguments(op, stack);
+      const at::Tensor own = arguments.tensor("log_probs");
+      const bool is_empty = own.size(1) == 0;
+      if (kind == Ctc::gradient)
+        return is_empty ? Stack{at::zeros_like(own)} : call_operator(op, std::move(stack));
+      const int64_t wide = width ? *width
+                                 : Lengths::width_of(largest_of_all(arguments.tensor("target_lengths"),
+                                                                    group_of(x.mesh(), mesh_dims)));
+      if (is_empty) return Stack{own.new_empty({0}), own.new_empty({0, own.size(0), wide})};
+      Stack results = call_operator(op, std::move(stack));
       const at::Tensor kept = results[1].toTensor();
       results[1] =
           at::constant_pad_nd(kept, {0, wide - kept.size(2)}, -std::numeric_limits<double>::infinity());
@@ -337,36 +262,68 @@ std::optional<Strategies> ctc(const OpCall& call, bool backward) {
     };
     return local;
   };
+}
+
+/// Samples may be sharded where their targets are rows of one length.
+std::optional<Strategies> ctc(const OpCall& call, Ctc kind) {
+  const auto probabilities = call.tensor("log_probs"), targets = call.tensor("targets");
+  if (!probabilities || !targets) return std::nullopt;
+  const Spec& x = call.tensors[*probabilities];
+  if (x.ndim() != 3 || call.tensors[*targets].ndim() != 2 || x.numel() == 0) return std::nullopt;
+  const int64_t time = x.shape()[0], samples = x.shape()[1];
+  const auto lengths = Lengths::of(call, samples);
+  if (!lengths) return std::nullopt;
+  Einsum einsum;
+  einsum.contiguous = true;
+  for (const size_t i : c10::irange(call.tensors.size())) {
+    Letters letters(call.tensors[i].ndim(), kUnsharded);
+    if (letters.empty()) return std::nullopt;
+    letters[i == *probabilities ? 1 : 0] = 'n';
+    einsum.inputs.push_back(std::move(letters));
+  }
+  Strategies strategies;
+  if (kind == Ctc::gradient) {
+    einsum.outputs = {letters(".n.")};
+    einsum.linear = linear_tensors(call, {{"grad"}});
+    strategies.results = {{x.shape().vec()}};
+  } else {
+    einsum.outputs = {letters("n"), letters("n..")};
+    strategies.results = {{{samples}}, {{samples, time, lengths->width.value_or(kLocal)}}};
+  }
+  strategies.options = strategies_of(einsum);
+  strategies.localize = ctc_of_local_samples(call, *lengths, kind);
   return strategies;
 }
 
-Rule ctc_rule(const char* text, bool backward) {
+Rule ctc_rule(const char* text, Ctc kind) {
   return {text,
-          [backward](const OpCall& call) { return ctc(call, backward); },
-          {"input_lengths", "target_lengths"}};
+          [kind](const OpCall& call) { return ctc(call, kind); },
+          {"input_lengths", "target_lengths"},
+          "lengths are lists or tensors, and the longest of all decides on a shape"};
 }
 
 }  // namespace
 
 Table loss_rules() {
-  constexpr bool kForward = false, kBackward = true;
   return {
-      {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"},
-       {"pointwise; reduced: P(sum), a mean by the global count", elementwise_loss, {"reduction"}}},
+      {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}, elementwise_loss()},
       {{"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
         "binary_cross_entropy_backward", "soft_margin_loss_backward"},
-       {"pointwise; of a mean by the global count", elementwise_loss_backward, {"reduction"}}},
-      {{"soft_margin_loss"}, {"by pointwise operators", soft_margin}},
-      {{"binary_cross_entropy_with_logits"}, {"by pointwise operators", cross_entropy_with_logits}},
-      {{"multi_margin_loss", "multilabel_margin_loss_forward"},
-       sample_loss_rule("samples cut; reduced: P(sum), a mean by the global count", kForward)},
-      {{"multi_margin_loss_backward", "multilabel_margin_loss_backward"},
-       sample_loss_rule("samples cut; of a mean by the global count", kBackward)},
-      {{"_ctc_loss", "_ctc_loss.Tensor"}, ctc_rule(".n.,n.->n,n..", kForward)},
-      {{"_ctc_loss_backward", "_ctc_loss_backward.Tensor"}, ctc_rule("n,.n.,n.,n,n..->.n.", kBackward)},
-      {{"nll_loss_forward", "nll_loss2d_forward"},
-       {"nc..,n..(,c)->n..; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
-      {{"nll_loss_backward", "nll_loss2d_backward"}, {"n..,nc..,n..(,c)->nc..", nll_backward, {"reduction"}}},
+       elementwise_loss_backward()},
+      {{"soft_margin_loss"}, Decomposition{{"mul", "exp", "log1p", "sum"}, soft_margin}},
+      {{"binary_cross_entropy_with_logits"},
+       Decomposition{{"mul", "exp", "log1p", "sum"}, cross_entropy_with_logits}},
+      {{"multi_margin_loss"}, sample_loss({"n.,n,.?->n", ".,,.?->"}, {"n.,n,.?->", ".,,.?->"})},
+      {{"multilabel_margin_loss_forward"},
+       sample_loss({"n.,n.->n,n.", ".,.->,."}, {"n.,n.->,n.", ".,.->,."})},
+      {{"multi_margin_loss_backward"},
+       sample_loss({"n,n.,n,.?->n.", ",.,,.?->."}, {",n.,n,.?->n.", ",.,,.?->."}, {{"grad_output"}})},
+      {{"multilabel_margin_loss_backward"},
+       sample_loss({"n,n.,n.,n.->n.", ",.,.,.->."}, {",n.,n.,n.->n.", ",.,.,.->."}, {{"grad_output"}})},
+      {{"_ctc_loss", "_ctc_loss.Tensor"}, ctc_rule(".n.,n.->n,n..", Ctc::losses)},
+      {{"_ctc_loss_backward", "_ctc_loss_backward.Tensor"}, ctc_rule("n,.n.,n.,n,n..->.n.", Ctc::gradient)},
+      {{"nll_loss_forward", "nll_loss2d_forward"}, nll()},
+      {{"nll_loss_backward", "nll_loss2d_backward"}, nll_backward()},
   };
 }
 

@@ -1,7 +1,7 @@
 #include <tessera/error.h>
+#include <tessera/ops/family.h>
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
-#include <tessera/ops/family.h>
 
 #include <algorithm>
 #include <memory>
@@ -19,20 +19,12 @@ using random::Distribution;
 using random::Draw;
 using random::Region;
 
-/// The arguments of a call, by name.
-class Arguments {
+/// The arguments of a call, by name, as random operators have them.
+class Arguments : public NamedArguments {
  public:
-  Arguments(const c10::OperatorHandle& op, const Stack& values) : schema_(op.schema()), values_(values) {}
+  using NamedArguments::NamedArguments;
 
-  bool has(const char* name) const {
-    const auto index = schema_.argumentIndexWithName(name);
-    return index && !values_[*index].isNone();
-  }
-  const c10::IValue& operator[](const char* name) const {
-    return values_[*schema_.argumentIndexWithName(name)];
-  }
   double number(const char* name) const { return (*this)[name].toScalar().toDouble(); }
-  const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
   std::optional<at::Generator> generator() const { return optional<at::Generator>("generator"); }
   /// With the dtype, the device and so on that the call asks for, if it does.
   at::Tensor empty_like(const at::Tensor& tensor) const {
@@ -45,13 +37,9 @@ class Arguments {
     return has(name) ? std::optional((*this)[name].to<T>()) : std::nullopt;
   }
   bool writes(size_t position) const {
-    const auto* alias = schema_.arguments()[position].alias_info();
+    const auto* alias = schema().arguments()[position].alias_info();
     return alias && alias->isWrite();
   }
-
- private:
-  const c10::FunctionSchema& schema_;
-  const Stack& values_;
 };
 
 /// Makes the results of a call on this rank.

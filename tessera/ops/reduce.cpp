@@ -211,7 +211,7 @@ Rule bincount() {
 
 /// Which diagonal of its shard a rank sums follows from where that begins.
 Rule trace() {
-  Rule rule = Pattern{.letters = {"mn->"}, .linear = {{"self"}}, .contiguous = true};
+  Rule rule = Pattern{.letters = {"mn->"}, .linear = {{"self"}}, .contiguous = "mn"};
   rule.local = {"the diagonal as it is in the shard", [](const OpCall&) -> Localize {
                   return [](const ChosenSpecs& chosen) {
                     LocalCall local;

@@ -1,8 +1,10 @@
 #include <tessera/redistribute/memory.h>
 #include <tessera/rules/dim_map.h>
 #include <tessera/rules/form.h>
+#include <tessera/rules/indexed_dim.h>
 #include <tessera/rules/pattern.h>
 #include <tessera/rules/planes.h>
+#include <tessera/rules/rule.h>
 #include <tessera/rules/shape.h>
 
 #include <algorithm>
@@ -94,6 +96,19 @@ std::optional<Strategies> strategies_of(const Pointwise& form, const OpCall& cal
   return Strategies{strategies_of(einsum), std::vector<Result>(einsum.outputs.size(), result)};
 }
 
+/// What the ranks may compute together, besides.
+void add(const Collective& collective, const OpCall& call, const Shape& dims, Strategies& strategies) {
+  Localize localize = call.tensors.size() == 1 && !dims.empty() ? collective.of(call, dims) : Localize();
+  if (!localize) return;
+  for (const int64_t dim : dims) {
+    const Placement result = collective.shards_results ? Shard(dim) : Replicate();
+    Strategy option{{Shard(dim)}, Placements(strategies.results.size(), result)};
+    option.contiguous = collective.contiguous;
+    strategies.options.push_back(std::move(option));
+  }
+  strategies.localize = std::move(localize);
+}
+
 // --- Reduction
 
 Localize by_share(const Shape& dims) {
@@ -136,6 +151,7 @@ std::optional<Strategies> strategies_of(const Reduction& form, const OpCall& cal
   }
   if (form.by_share) strategies.localize = by_share(reduced->dims);
   if (!form.neutral.empty()) strategies.localize = neutral_if_empty(reduced->dims, form.neutral);
+  if (form.collective && !is_empty) add(*form.collective, call, reduced->dims, strategies);
   return strategies;
 }
 
@@ -166,40 +182,62 @@ std::optional<Strategies> strategies_of(const Norm& form, const OpCall& call) {
 
 // --- UnshardedDims
 
-std::optional<Strategies> strategies_of(const UnshardedDims& form, const OpCall& call) {
-  const Spec& first = call.tensors[0];
-  const int64_t ndim = first.ndim();
-  if (form.never_empty && first.numel() == 0) return std::nullopt;
+/// The unsharded dims of a call whose tensors have so many.
+Shape dims_of(const UnshardedDims& form, const OpCall& call, int64_t ndim) {
   Shape dims;
+  if (ndim == 0) return dims;
   for (const std::string& name : form.dims) {
     for (const int64_t dim : call.integers(name)) dims.push_back(wrapped(dim, ndim));
   }
   for (const int64_t dim : form.last) dims.push_back(wrapped(dim, ndim));
-  if (ndim == 0) dims.clear();
-  Letters all = identity(ndim);
+  if (!form.all_but) return dims;
+  Shape others;
+  for (const int64_t dim : c10::irange(ndim)) {
+    if (!contains(dims, dim)) others.push_back(dim);
+  }
+  return others;
+}
+
+std::optional<Strategies> strategies_of(const UnshardedDims& form, const OpCall& call) {
+  const Spec& first = call.tensors[0];
+  if (form.never_empty && first.numel() == 0) return std::nullopt;
+  const Shape dims = dims_of(form, call, first.ndim());
+  Letters all = identity(first.ndim());
   for (const int64_t dim : dims) all[dim] = kUnsharded;
+  Shape shape = first.shape().vec();
   bool is_sharded = false;
   for (const Spec& spec : call.tensors) {
-    if (spec.ndim() != ndim) return std::nullopt;
-    for (const int64_t dim : c10::irange(ndim)) {
-      if (all[dim] != kUnsharded && spec.shape()[dim] != first.shape()[dim]) return std::nullopt;
+    if (spec.ndim() != first.ndim()) return std::nullopt;
+    for (const int64_t dim : c10::irange(first.ndim())) {
+      const int64_t size = spec.shape()[dim];
+      if (all[dim] == kUnsharded || size == shape[dim]) continue;
+      if (!form.broadcasts || (size != 1 && shape[dim] != 1)) return std::nullopt;
+      if (shape[dim] == 1) shape[dim] = size;
     }
     is_sharded |= is_sharded_on(spec, dims);
   }
   if (form.if_sharded && is_sharded && first.numel() > 0)
     return Strategies{{}, {}, {}, form.if_sharded->compute, form.if_sharded->writes};
-  Result result{first.shape().vec()};
+  Einsum einsum{.inputs = {}, .outputs = std::vector<Letters>(form.results, all)};
+  for (const Spec& spec : call.tensors) {
+    Letters& input = einsum.inputs.emplace_back(all);
+    for (const int64_t dim : c10::irange(first.ndim())) {
+      if (spec.shape()[dim] != shape[dim]) input[dim] = kUnsharded;
+    }
+  }
+  if (!call.position("dtype") || converts_partial_values(call))
+    einsum.linear = linear_tensors(call, form.linear);
+  Result result{shape};
   for (const int64_t dim : dims) {
     if (!form.same_size) result.shape[dim] = kLocal;
   }
-  Einsum einsum{.inputs = std::vector<Letters>(call.tensors.size(), all),
-                .outputs = std::vector<Letters>(form.results, all),
-                .linear = linear_tensors(call, form.linear)};
+  if (form.keeps_strides) result.strides = dense_strides(first);
   Strategies strategies{strategies_of(einsum), std::vector<Result>(form.results, result)};
   for (Strategy& option : strategies.options) {
     if (form.never_empty && option.inputs[0].is_shard())
       option.divisor = first.shape()[option.inputs[0].dim()];
   }
+  if (form.collective) add(*form.collective, call, dims, strategies);
   return strategies;
 }
 
@@ -264,6 +302,16 @@ std::optional<Strategies> strategies_of(const ByFunction& form, const OpCall& ca
   return form.propose(call);
 }
 
+std::optional<Strategies> strategies_of(const Cases& form, const OpCall& call) {
+  const c10::IValue& given = call.value(form.argument);
+  for (const Cases::Case& each : form.cases) {
+    const auto* flag = std::get_if<bool>(&each.value);
+    if (flag ? given.toBool() == *flag : given.toInt() == std::get<int64_t>(each.value))
+      return each.rule->propose(call);
+  }
+  return std::nullopt;
+}
+
 // --- text
 
 /// {"a", "b", "c"} -> "a, b and c"
@@ -296,6 +344,10 @@ std::string if_sharded_text(const std::optional<Decomposition>& decomposition) {
   return decomposition ? "; if sharded, by " + listed(decomposition->by) : "";
 }
 
+std::string collective_text(const std::optional<Collective>& collective) {
+  return collective ? "; if sharded: " + collective->text : "";
+}
+
 std::string text_of(const Pointwise& form) {
   std::string result = "pointwise" + linear_text(form.linear) + keeps_text(form.keeps);
   if (form.integers) result += ", of integers too";
@@ -314,9 +366,19 @@ std::string text_of(const Pattern& form) {
     result += c10::str(", contracted dims give ", *form.contracted);
   }
   if (const auto* name = std::get_if<std::string>(&form.inner)) result += ", `..` as in `" + *name + "`";
-  if (form.contiguous) result += ", no strided shards";
+  if (form.selects) result += ", of bool P(any)";
+  for (const Pattern::EmptyResults& empty : form.empty_results) {
+    Names results;
+    for (const size_t i : empty.results) results.push_back(c10::str(i));
+    const auto* value = std::get_if<std::string>(&empty.value);
+    result += ", result " + listed(results) + " empty if `" + empty.argument + "` is ";
+    result += value ? *value : std::get<bool>(empty.value) ? "true" : "false";
+  }
+  if (!form.unread.empty()) result += ", " + listed(form.unread, "`") + " as it is";
+  if (!form.unless.empty()) result += ", not if " + listed(form.unless, "`");
+  if (!form.contiguous.empty()) result += ", no strided shards of " + form.contiguous;
   if (form.moves) result += ", any partial values";
-  return result;
+  return result + if_sharded_text(form.if_sharded);
 }
 
 std::string text_of(const Reduction& form) {
@@ -326,16 +388,19 @@ std::string text_of(const Reduction& form) {
   result += partial.empty() ? "unsharded" : listed(partial);
   if (form.by_share) result += ", each rank's by its share";
   if (form.linear) result += ", linear";
-  return result + keeps_text(form.keeps) + if_sharded_text(form.if_sharded);
+  return result + keeps_text(form.keeps) + if_sharded_text(form.if_sharded) +
+         collective_text(form.collective);
 }
 
 std::string text_of(const UnshardedDims& form) {
   Names dims;
   for (const std::string& name : form.dims) dims.push_back("`" + name + "`");
   for (const int64_t dim : form.last) dims.push_back(c10::str("dim ", dim));
-  std::string result = listed(dims) + " unsharded, others alike" + linear_text(form.linear);
+  std::string result = form.all_but ? "all dims but " : "";
+  result += listed(dims) + " unsharded, others " + (form.broadcasts ? "broadcast" : "alike");
+  result += linear_text(form.linear);
   if (form.never_empty) result += ", no empty shards";
-  return result + if_sharded_text(form.if_sharded);
+  return result + if_sharded_text(form.if_sharded) + collective_text(form.collective);
 }
 
 std::string text_of(const LikeInput& form) {
@@ -382,10 +447,30 @@ std::string text_of(const AsItIs& /*form*/) { return "as it is"; }
 std::string text_of(const Decomposition& form) { return "by " + listed(form.by); }
 std::string text_of(const ByFunction& form) { return form.text; }
 
+std::string text_of(const Cases& form) {
+  std::string result;
+  for (const Cases::Case& each : form.cases) {
+    if (!result.empty()) result += "; ";
+    result += "`" + form.argument + "` " + each.name + ": " + each.rule->text();
+  }
+  return result;
+}
+
 // --- what is read
 
 Names reads_of(const Reduction& /*form*/) { return {"dim", "keepdim", "dtype"}; }
-Names reads_of(const UnshardedDims& form) { return form.dims; }
+Names reads_of(const UnshardedDims& form) {
+  Names names = form.dims;
+  names.emplace_back("dtype");
+  return names;
+}
+Names reads_of(const IndexedDim& /*form*/) { return {"dim"}; }
+Names reads_of(const Cases& form) {
+  Names names{form.argument};
+  for (const Cases::Case& each : form.cases)
+    names.insert(names.end(), each.rule->reads.begin(), each.rule->reads.end());
+  return names;
+}
 Names reads_of(const AsItIs& /*form*/) { return {"memory_format"}; }
 Names reads_of(const LikeInput& /*form*/) { return {"memory_format", "size", "stride"}; }
 Names reads_of(const Reshape& /*form*/) { return {"size"}; }
@@ -405,8 +490,10 @@ Names reads_of(const Planes& form) {
   return reads;
 }
 Names reads_of(const Pattern& form) {
-  const auto* name = std::get_if<std::string>(&form.inner);
-  return name ? Names{*name} : Names{};
+  Names names = form.unless;
+  if (const auto* name = std::get_if<std::string>(&form.inner)) names.push_back(*name);
+  for (const Pattern::EmptyResults& empty : form.empty_results) names.push_back(empty.argument);
+  return names;
 }
 template <class Other>
 Names reads_of(const Other& /*form*/) {
@@ -414,6 +501,9 @@ Names reads_of(const Other& /*form*/) {
 }
 
 }  // namespace
+
+Cases::Case::Case(std::string name, std::variant<bool, int64_t> value, Rule rule)
+    : name(std::move(name)), value(value), rule(std::make_shared<const Rule>(std::move(rule))) {}
 
 std::vector<std::vector<size_t>> linear_tensors(const OpCall& call, const std::vector<Names>& linear) {
   std::vector<std::vector<size_t>> result;

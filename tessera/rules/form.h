@@ -5,6 +5,8 @@
 #include <tessera/rules/strategy.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -16,6 +18,8 @@
 /// does not count.
 namespace tessera::rules {
 
+struct TESSERA_API Rule;
+
 using Names = std::vector<std::string>;
 
 /// Computed by other operators, on the distributed tensors themselves.
@@ -24,6 +28,18 @@ struct Decomposition {
   Function compute;
   /// It writes into the arguments itself that the operator writes into.
   bool writes = false;
+};
+
+/// A distributed kernel for dims that an element of the result depends on as a whole: where one of these is
+/// sharded, the ranks compute together, instead of gathering it. Of operators with one tensor.
+struct Collective {
+  std::string text;
+  /// What a rank computes along these dims; nothing where gathering takes less.
+  std::function<Localize(const OpCall& call, const std::vector<int64_t>& dims)> of;
+  /// The results are sharded as the input is; else they are replicated.
+  bool shards_results = false;
+  /// See Strategy.
+  bool contiguous = true;
 };
 
 /// Each element of the results depends on the corresponding elements of the inputs only, which are broadcast.
@@ -43,10 +59,11 @@ struct Pointwise {
 /// Dims as letters. The inputs are the tensor arguments of the operator, in order.
 ///   "mk,kn->mn"         dims with one letter are sharded alike; what lacks a letter that is sharded is
 ///   partial "Bmk,Bkn->Bmn"      a capital stands for any number of dims, broadcast against each other
-///   "B..,B.->B.."       `.` is an unsharded dim, and `..` any number of them. Results may end with `..`:
-///   what
-///                       a rank computes has them
+///   "B..,B.->B.."       `.` is an unsharded dim, and `..` any number of them; after a capital `inner` of them.
+///                       Results may end with `..`: what a rank computes has them
+///   "B..,..?->B*,B.."   results may end with `*`: the dims that `..` of the first input is, with their sizes
 ///   "Bk,nk,+n?->Bn"     `+` is added to the rest, broadcast to the first result; `?` may be left out
+///   "xy,.->.y,=."       `=` is a result that does not depend on what is sharded: each rank computes it
 struct Pattern {
   /// The first that fits the numbers of dims is taken.
   Names letters;
@@ -58,10 +75,31 @@ struct Pattern {
   bool no_integers = false;
   /// What a result that lacks a sharded letter is. Nothing: that letter is not sharded.
   std::optional<Placement> contracted = Partial();
-  /// How many dims `..` of the first input stands for: this many, or as many as the argument lists.
+  /// How many dims `..` after a capital stands for: this many, or as many as the argument lists.
   std::variant<int64_t, std::string> inner = int64_t{0};
-  /// See Strategy.
-  bool contiguous = false;
+  /// Letters, or capitals, of which each rank must hold one contiguous range; see Strategy.
+  std::string contiguous = {};
+  /// Capitals are broadcast against each other. Else they stand for the same dims in all tensors.
+  bool broadcasts = true;
+  /// An element of the result is taken from one rank, others have zeros there. So `contracted` of bool is
+  /// P(any).
+  bool selects = false;
+  /// Results of shape [0] where an argument has this value.
+  struct EmptyResults {
+    std::string argument;
+    std::variant<bool, std::string> value;
+    std::vector<size_t> results;
+  };
+  std::vector<EmptyResults> empty_results = {};
+  /// Tensors whose values do not matter: they may stay partial sums.
+  Names unread = {};
+  /// Left to the replicated fallback: calls in which one of these arguments is true, or with empty tensors.
+  Names unless = {};
+  bool never_empty = false;
+  /// The first result lies in memory as the first input does.
+  bool keeps_strides = false;
+  /// Where an unsharded dim is sharded.
+  std::optional<Decomposition> if_sharded = {};
   /// Data are only moved: any partial placement stays.
   bool moves = false;
   /// The result shares the input's memory: its strides are those that libtorch computes.
@@ -89,6 +127,7 @@ struct Reduction {
   bool by_share = false;
   /// Where a reduced dim is sharded.
   std::optional<Decomposition> if_sharded = {};
+  std::optional<Collective> collective = {};
 };
 
 /// Dims that an element of the result depends on as a whole. All tensors, and all results, have the same
@@ -97,13 +136,21 @@ struct UnshardedDims {
   /// Arguments that name them; or dims counted from the end, below zero.
   Names dims = {};
   std::vector<int64_t> last = {};
+  /// They are all dims but these.
+  bool all_but = false;
+  /// The other dims are broadcast against each other.
+  bool broadcasts = false;
   size_t results = 1;
   /// Results have the size of the first input in these dims too; else as the local result has them.
   bool same_size = true;
+  /// Results lie in memory as the first input does.
+  bool keeps_strides = false;
   /// Each rank must have something in the other dims: the operator refuses empty tensors.
   bool never_empty = false;
+  /// Not where partial values would change their dtype.
   std::vector<Names> linear = {};
   std::optional<Decomposition> if_sharded = {};
+  std::optional<Collective> collective = {};
 };
 
 /// A new tensor, placed like the first: its data do not matter.
@@ -191,8 +238,31 @@ struct Planes {
   Names spatial_reads = {};  // the arguments besides tensors that it looks at
 };
 
+/// An index into the dim of `self` that `dim` names. The local step sees to indices that point to what other
+/// ranks hold.
+struct IndexedDim {
+  /// What is done with what the index points to: it is the result, or is replaced by `src` or `source`, if
+  /// there is one, or these are added to it.
+  enum class Access { read, write, add } access;
+  /// An index for each element, in a tensor of as many dims (gather, scatter); else for slices, in a vector
+  /// (index_select, index_add).
+  bool elementwise;
+};
+
+/// As one of several rules, by the value of an argument.
+struct Cases {
+  struct TESSERA_API Case {
+    std::string name;  // of the value, for people
+    std::variant<bool, int64_t> value;
+    std::shared_ptr<const Rule> rule;
+    Case(std::string name, std::variant<bool, int64_t> value, Rule rule);
+  };
+  std::string argument;
+  std::vector<Case> cases;
+};
+
 using Form = std::variant<ByFunction, Pointwise, Pattern, Reduction, UnshardedDims, LikeInput, AsItIs,
-                          Decomposition, DimMap, Reshape, Norm, Planes>;
+                          Decomposition, DimMap, Reshape, Norm, Planes, IndexedDim, Cases>;
 
 /// The tensors that sets of arguments are, as indices into the call's, as far as all of a set are there. None
 /// is of bool, which has no sums.

@@ -12,15 +12,17 @@ namespace tessera::rules {
 
 namespace {
 
-constexpr char kRest = '~';  // stands for ".."
+constexpr char kRest = '~';     // stands for ".."
+constexpr char kAsInput = '*';  // of results: the dims that kRest of the first input is
 
 bool is_group(char dim) { return dim >= 'A' && dim <= 'Z'; }
 
 /// One tensor of a pattern.
 struct Term {
-  std::string dims;  // letters, groups, kUnsharded, kRest
+  std::string dims;  // letters, groups, kUnsharded, kRest, kAsInput
   bool added = false;
   bool optional = false;
+  bool same = false;  // of a result: on all ranks
 };
 
 struct Parsed {
@@ -34,6 +36,8 @@ Term term_of(std::string_view text) {
       term.added = true;
     } else if (text[i] == '?') {
       term.optional = true;
+    } else if (text[i] == '=') {
+      term.same = true;
     } else if (text.substr(i, 2) == "..") {
       term.dims += kRest;
       ++i;
@@ -61,6 +65,19 @@ Parsed parse(std::string_view text) {
   return result;
 }
 
+/// Whether an argument is there, and neither false nor zero.
+bool is_true(const OpCall& call, const std::string& name) {
+  if (!call.has(name)) return false;
+  const c10::IValue& value = call.value(name);
+  return value.isBool() ? value.toBool() : !value.isScalar() || value.toScalar().toDouble() != 0;
+}
+
+bool has_value(const OpCall& call, const Pattern::EmptyResults& empty) {
+  const c10::IValue& given = call.value(empty.argument);
+  const auto* text = std::get_if<std::string>(&empty.value);
+  return text ? given.toStringRef() == *text : given.toBool() == std::get<bool>(empty.value);
+}
+
 bool is_tensor(const c10::Argument& argument) {
   return argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
 }
@@ -72,26 +89,41 @@ class Match {
       : pattern_(pattern), parsed_(parsed), call_(call) {}
 
   std::optional<Strategies> strategies() {
-    if (!find_terms() || !solve() || !measure() || !write_outputs() || !write_added()) return std::nullopt;
-    const bool excluded = std::any_of(call_.tensors.begin(), call_.tensors.end(), [&](const Spec& spec) {
-      return (pattern_.product && spec.dtype() == at::kBool) ||
-             (pattern_.no_integers && at::isIntegralType(spec.dtype(), /*includeBool=*/true));
-    });
-    if (excluded) return std::nullopt;
+    if (!applies() || !find_terms() || !solve() || !measure()) return std::nullopt;
+    if (pattern_.if_sharded && is_sharded_)
+      return Strategies{{}, {}, {}, pattern_.if_sharded->compute, pattern_.if_sharded->writes};
+    write_outputs();
+    if (!write_added()) return std::nullopt;
     einsum_.contracted = pattern_.contracted;
-    einsum_.contiguous = pattern_.contiguous;
     einsum_.keeps_all = pattern_.moves;
+    if (pattern_.selects && call_.tensors[0].dtype() == at::kBool)
+      einsum_.contracted = Partial(ReduceOp::any);
     einsum_.linear = linear_tensors(call_, pattern_.linear);
     for (const size_t i : c10::irange(call_.tensors.size())) {
       if (!pattern_.product || terms_[i]->added) continue;
       einsum_.linear.push_back(einsum_.added);
       einsum_.linear.back().push_back(i);
     }
-    return Strategies{strategies_of(einsum_),
-                      pattern_.is_view ? computed_results(call_) : std::move(results_)};
+    if (pattern_.keeps_strides) results_[0].strides = dense_strides(call_.tensors[0]);
+    Strategies strategies{strategies_of(einsum_),
+                          pattern_.is_view ? computed_results(call_) : std::move(results_)};
+    for (Strategy& option : strategies.options) complete(option);
+    return strategies;
   }
 
  private:
+  /// Whether it is for such calls at all.
+  bool applies() const {
+    const auto excluded = [&](const Spec& spec) {
+      return (pattern_.product && spec.dtype() == at::kBool) ||
+             (pattern_.no_integers && at::isIntegralType(spec.dtype(), /*includeBool=*/true)) ||
+             (pattern_.never_empty && spec.numel() == 0);
+    };
+    return std::none_of(call_.tensors.begin(), call_.tensors.end(), excluded) &&
+           std::none_of(pattern_.unless.begin(), pattern_.unless.end(),
+                        [&](const std::string& name) { return is_true(call_, name); });
+  }
+
   /// Which term each of the call's tensors is.
   bool find_terms() {
     size_t next = 0;
@@ -105,8 +137,13 @@ class Match {
       if (call_.tensor(argument.name())) {
         if (!term) return false;
         terms_.push_back(term);
-      } else if (is_plain || !term || !term->optional) {
-        if (is_plain || term) return false;
+      } else if (is_plain) {
+        // A scalar is broadcast with a group, and is the same on all ranks.
+        const bool meets_group =
+            term && !term->added && std::all_of(term->dims.begin(), term->dims.end(), is_group);
+        if (!meets_group || call_.arguments[position].toTensor().dim() > 0) return false;
+      } else if (term && !term->optional) {
+        return false;
       }
     }
     einsum_.inputs.resize(terms_.size());
@@ -119,7 +156,7 @@ class Match {
     return static_cast<int64_t>(call_.integers(std::get<std::string>(pattern_.inner)).size());
   }
 
-  /// How many dims each group is in each input. Groups of an input with `..` besides are those of the first.
+  /// How many dims each group is in each input.
   bool solve() {
     for (const size_t i : c10::irange(terms_.size())) {
       const std::string& dims = terms_[i]->dims;
@@ -132,9 +169,12 @@ class Match {
       auto& lengths = lengths_[i];
       if (group != dims.end()) {
         lengths[*group] = free;
-        if (has_rest) lengths[*group] = i == 0 ? free - inner() : lengths_[0][*group];
+        if (has_rest) lengths[*group] -= inner();
+        if (lengths[*group] < 0) return false;
         free -= lengths[*group];
-        if (lengths[*group] < 0 || free < 0) return false;
+        const auto [longest, is_new] = longest_.emplace(*group, lengths[*group]);
+        if (!is_new && (has_rest || !pattern_.broadcasts) && longest->second != lengths[*group]) return false;
+        longest->second = std::max(longest->second, lengths[*group]);
       }
       if (has_rest) lengths[kRest] = free;
     }
@@ -158,16 +198,19 @@ class Match {
           const bool is_fixed = each == kUnsharded || each == kRest;
           const char letter = is_fixed ? kUnsharded : is_group(each) ? letter_of(each, count - 1 - k) : each;
           einsum_.inputs[i].push_back(letter);
+          is_sharded_ |= is_fixed && is_sharded_on(call_.tensors[i], {dim});
           const int64_t size = call_.tensors[i].shape()[dim++];
+          if (i == 0 && each == kRest) rest_.push_back(size);
           if (is_fixed) continue;
+          names_[letter] = each;
           const auto [known, is_new] = sizes_.emplace(letter, size);
           if (is_new || known->second == size) continue;
-          const bool broadcasts = is_group(each) && terms_[i]->dims.find(kRest) == std::string::npos &&
-                                  (size == 1 || known->second == 1);
+          const bool broadcasts = pattern_.broadcasts && is_group(each) &&
+                                  (size == 1 || known->second == 1) &&
+                                  terms_[i]->dims.find(kRest) == std::string::npos;
           if (!broadcasts) return false;
           known->second = size == 1 ? known->second : size;
         }
-        if (is_group(each)) longest_[each] = std::max(longest_[each], count);
       }
     }
     // What is broadcast is not sharded in the tensor that lacks it.
@@ -181,12 +224,26 @@ class Match {
     return true;
   }
 
-  bool write_outputs() {
-    for (const Term& term : parsed_.outputs) {
-      Letters& output = einsum_.outputs.emplace_back();
+  /// Whether the call does not ask for a result.
+  bool is_empty(size_t result) const {
+    return std::any_of(pattern_.empty_results.begin(), pattern_.empty_results.end(), [&](const auto& empty) {
+      return std::find(empty.results.begin(), empty.results.end(), result) != empty.results.end() &&
+             has_value(call_, empty);
+    });
+  }
+
+  void write_outputs() {
+    for (const size_t i : c10::irange(std::min(parsed_.outputs.size(), call_.schema->returns().size()))) {
+      const Term& term = parsed_.outputs[i];
+      Letters output;
       Result& result = results_.emplace_back();
       for (const char each : term.dims) {
         if (each == kRest) break;
+        if (each == kAsInput) {
+          output.append(rest_.size(), kUnsharded);
+          result.shape.insert(result.shape.end(), rest_.begin(), rest_.end());
+          break;
+        }
         const int64_t count = is_group(each) ? longest_[each] : 1;
         for (const int64_t k : c10::irange(count)) {
           const char letter = is_group(each) ? letter_of(each, count - 1 - k) : each;
@@ -195,8 +252,14 @@ class Match {
           result.shape.push_back(size == sizes_.end() ? kLocal : size->second);
         }
       }
+      const bool empty = is_empty(i);
+      if (empty) result.shape = {0};
+      if (empty || term.same) {
+        same_.push_back(i);
+      } else {
+        einsum_.outputs.push_back(std::move(output));
+      }
     }
-    return true;
   }
 
   bool write_added() {
@@ -211,12 +274,30 @@ class Match {
     return true;
   }
 
+  /// Of the inputs and results that the einsum does not know of, and whether shards must be contiguous.
+  void complete(Strategy& option) const {
+    for (const size_t i : c10::irange(option.inputs.size())) {
+      if (!option.inputs[i].is_shard()) continue;
+      const char name = names_.at(einsum_.inputs[i][option.inputs[i].dim()]);
+      option.contiguous |= pattern_.contiguous.find(name) != std::string::npos;
+    }
+    for (const size_t i : same_)
+      option.outputs.insert(option.outputs.begin() + static_cast<std::ptrdiff_t>(i), Replicate());
+    for (const std::string& name : pattern_.unread) {
+      if (const auto index = call_.tensor(name)) option.inputs[*index] = Partial();
+    }
+  }
+
   const Pattern& pattern_;
   const Parsed& parsed_;
   const OpCall& call_;
   std::vector<const Term*> terms_;                // by tensor of the call
   std::vector<std::map<char, int64_t>> lengths_;  // likewise: of groups and the rest
   std::map<char, int64_t> sizes_, longest_;       // by letter; by group
+  std::map<char, char> names_;                    // by letter: itself, or its group
+  Shape rest_;                                    // the sizes of kRest of the first input
+  bool is_sharded_ = false;                       // a dim that must not be
+  std::vector<size_t> same_;                      // results
   Einsum einsum_;
   std::vector<Result> results_;
 };

@@ -92,6 +92,14 @@ TEST_P(Families, Norms) {
         {image, w, b});
     check(
         [](const Tensors& x) {
+          const at::Tensor mean = x[1].detach() * 0.1, var = x[1].detach() * 0 + 2;
+          return std::get<0>(at::_native_batch_norm_legit_no_training(x[0].detach(), x[1].detach(),
+                                                                      x[2].detach(), mean, var, 0.1, 1e-5)) +
+                 x[0] * 0;
+        },
+        {image, w, b});
+    check(
+        [](const Tensors& x) {
           at::Tensor mean = at::zeros_like(x[1]).detach(), var = at::ones_like(x[1]).detach();
           const at::Tensor y = at::batch_norm(x[0], x[1], x[2], mean, var, true, 0.3, 1e-5, false);
           return y + mean.view({1, 4, 1, 1}) + var.view({1, 4, 1, 1});

@@ -39,4 +39,23 @@ LinkCost joint(c10::ArrayRef<LinkCost> links, c10::IntArrayRef mesh_dims) {
   return out;
 }
 
+double transition_cost(const Placement& from, const Placement& to, int64_t ranks, double bytes,
+                       const LinkCost& link) {
+  constexpr double kLocal = 0.01;
+  if (from == to) return 0;
+  const auto n = static_cast<double>(ranks);
+  const double local = kLocal * link.per_byte * bytes;
+  // On one rank nothing moves, but there is no reason for a change either.
+  if (ranks == 1) return local / 10;
+  const auto collective = [&](double received) { return link.latency + link.per_byte * received; };
+  const double others = (n - 1) / n * bytes;
+  if (from.is_replicate()) return to.is_partial() ? 2 * local : local;
+  if (from.is_partial()) {
+    const bool rescales = to.is_partial() && is_linear(from.op()) && is_linear(to.op());
+    if (rescales) return local;
+    return to.is_shard_like() ? collective(others) : collective(2 * others);
+  }
+  return to.is_shard_like() ? collective(others / n) : collective(others);
+}
+
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/placement/placement.h>
 
 #include <cstdint>
 #include <string_view>
@@ -36,5 +37,13 @@ struct CostModel {
 
 /// One collective over several mesh dims at once goes at the pace of the slowest of them.
 TESSERA_API LinkCost joint(c10::ArrayRef<LinkCost> links, c10::IntArrayRef mesh_dims);
+
+/// What it costs to bring a tensor from one placement to another on one mesh dim of `ranks` ranks, by the one
+/// step that the planner would take: seconds. `bytes`: of the tensor with this mesh dim unsharded. Local steps
+/// cost a hundredth of sending what they touch, so that among strategies that do not communicate the one wins
+/// that leaves tensors alone. Shard -> Partial moves nothing now, but counts as the reduction it leaves to do.
+///   P(sum) -> R: latency + 2 (n-1)/n bytes        S(0) -> R: latency + (n-1)/n bytes        R -> S(0): local
+TESSERA_API double transition_cost(const Placement& from, const Placement& to, int64_t ranks, double bytes,
+                                   const LinkCost& link);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include <tessera/dtensor/as_one.h>
+#include <tessera/ops/as_one.h>
 #include <tessera/rules/einsum.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
-#include <tessera/dtensor/as_one.h>
+#include <tessera/ops/as_one.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/index.h>

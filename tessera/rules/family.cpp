@@ -13,6 +13,11 @@ Table tried(Table table) {
   return table;
 }
 
+Rule for_loss_parallel(Rule rule) {
+  rule.for_loss_parallel = true;
+  return rule;
+}
+
 int64_t wrapped(int64_t dim, int64_t ndim) { return at::maybe_wrap_dim(dim, ndim); }
 
 Shape wrapped(Shape dims, int64_t ndim) {

@@ -218,6 +218,19 @@ Stack Arguments::with_tensors() const {
   return all;
 }
 
+rules::OpCall Arguments::call(const Stack& all) const {
+  rules::OpCall call;
+  call.schema = &info_.schema;
+  for (const DistributedArgument& argument : distributed_) {
+    call.tensors.push_back(argument.spec());
+    call.positions.push_back(argument.position);
+    call.written.push_back(argument.written);
+  }
+  call.arguments = all;
+  if (resolved_.rule) call.readable = &resolved_.rule->reads;
+  return call;
+}
+
 void Arguments::restore() {
   for (const DistributedArgument& each : distributed_) {
     if (!each.in_list) (*this)[each.position] = each.tensor;

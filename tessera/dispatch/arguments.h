@@ -75,6 +75,8 @@ class Arguments {
 
   /// All of them, with the distributed tensors where they were taken from.
   Stack with_tensors() const;
+  /// What a rule is asked about. `all`: what with_tensors() gave; must live as long.
+  rules::OpCall call(const Stack& all) const;
   /// Puts the distributed tensors back where they were taken from.
   void restore();
   /// Puts local tensors where the distributed ones were.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/dispatch/write_count.h>
+#include <tessera/dispatch_keys.h>
 #include <tessera/export.h>
 #include <tessera/placement/spec.h>
 #include <tessera/redistribute/execute.h>
@@ -13,24 +14,23 @@
 
 namespace tessera {
 
-/// What is done around the operators that use a tensor as their weight; see tessera/nn/hooks.h.
-struct WeightHooks;
-/// Tensors with such hooks have this key, which is above autograd, autocast and the composition of operators.
-/// libtorch itself uses just two there for nothing: this one, and DeferredInit, which sharded tensors have.
-inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
-
 /// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.
-/// Operators on it reach our kernel by the dispatch key PrivateUse3; autograd stands above, as on any
-/// backend.
+/// Operators on it reach our kernel by the key kDTensorKey; autograd stands above, as on any backend.
 class TESSERA_API DTensorImpl final : public c10::TensorImpl {
  public:
   /// `local` must have the shape that `spec` gives this rank (see check_local).
+  ///
+  /// **Turns on autograd's view replay for the calling thread, for good**
+  /// (c10::AutogradState::set_view_replay_enabled): after a write into a view, autograd calls the view's own
+  /// operators again, instead of one as_strided on the global geometry, which no rank's memory has (wrong
+  /// gradients, in silence). It goes with every thread that ever has a DTensor, and with the threads of their
+  /// backward; plain tensors get the same values either way.
   DTensorImpl(at::Tensor local, Spec spec);
 
   /// The impl of a distributed tensor, or null if `tensor` is none.
   static DTensorImpl* of(const at::Tensor& tensor) {
     auto* impl = tensor.unsafeGetTensorImpl();
-    return impl->key_set().has(c10::DispatchKey::PrivateUse3) ? static_cast<DTensorImpl*>(impl) : nullptr;
+    return impl->key_set().has(kDTensorKey) ? static_cast<DTensorImpl*>(impl) : nullptr;
   }
 
   /// What this rank holds. Waits for it if it is still under way. Of a view that does not share the memory of
@@ -68,10 +68,13 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
       write_through();
   }
 
-  const std::shared_ptr<const WeightHooks>& hooks() const { return hooks_; }
-  void set_hooks(std::shared_ptr<const WeightHooks> hooks);
+  /// What a layer above keeps with the tensor, or null. Shallow copies share it. While there is one,
+  /// operators on the tensor reach kernels at kHooksKey first; that layer has registered them and knows its
+  /// type.
+  const std::shared_ptr<const void>& attachment() const { return attachment_; }
+  void set_attachment(std::shared_ptr<const void> attachment);
 
-  /// Becomes what `other` is, but for its version and hooks: the same tensor in another shape.
+  /// Becomes what `other` is, but for its version and attachment: the same tensor in another shape.
   void take(const DTensorImpl& other);
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
@@ -95,7 +98,7 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;
-  std::shared_ptr<const WeightHooks> hooks_;
+  std::shared_ptr<const void> attachment_;
 };
 
 /// A distributed tensor of this rank's `local`, or of a copy if that does not lie in memory as `spec` says

@@ -43,9 +43,8 @@ bool is_even(const Spec& spec) {
 /// Makes one plan.
 class Planner {
  public:
-  Planner(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-          const rules::OpCall& call)
-      : info_(info), resolved_(resolved), op_(op), call_(call) {}
+  Planner(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call)
+      : info_(info), resolved_(resolved), call_(call) {}
 
   OpPlan make(bool writes_plain) {
     check();
@@ -62,7 +61,7 @@ class Planner {
       check_one_mesh();
     }
     if (info_.has_views && plan.by_rule)
-      plan.offsets = view_offsets(op_, call_.arguments.vec(), call_.positions[0], call_.tensors[0]);
+      plan.offsets = view_offsets(info_.op, call_.arguments.vec(), call_.positions[0], call_.tensors[0]);
     for (const size_t i : c10::irange(plan.inputs.size())) add_route(plan, i);
     return plan;
   }
@@ -125,7 +124,8 @@ class Planner {
     if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
     if (may_refuse_dtype(info_, rule.family, call_.tensors[0].dtype())) return true;
     const Stack all = call_.arguments.vec();
-    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+    return (replaces && may_refuse_shapes(info_.op, all)) ||
+           (rule.can_be_tried && may_refuse_dtypes(info_.op, all));
   }
 
   void add_route(OpPlan& plan, size_t index) const {
@@ -157,15 +157,14 @@ class Planner {
 
   const OperatorInfo& info_;
   const ResolvedRule& resolved_;
-  const c10::OperatorHandle& op_;
   const rules::OpCall& call_;
 };
 
 }  // namespace
 
-OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-                    const rules::OpCall& call, bool writes_plain) {
-  return Planner(info, resolved, op, call).make(writes_plain);
+OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
+                    bool writes_plain) {
+  return Planner(info, resolved, call).make(writes_plain);
 }
 
 }  // namespace tessera

@@ -10,7 +10,6 @@
 #include <optional>
 #include <vector>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/DimVector.h>
 
 /// How an operator is carried out on distributed tensors: pure metadata. No rank is asked anything and
@@ -41,7 +40,7 @@ struct OpPlan {
 /// The plan for a call. Throws if the specs alone show that it cannot be carried out. `call.arguments` may be
 /// the distributed tensors themselves, or lack them; only an operator that may refuse them is asked about
 /// them. `writes_plain`: plain tensors are written too, which only the replicated fallback can do.
-OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-                    const rules::OpCall& call, bool writes_plain);
+OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
+                    bool writes_plain);
 
 }  // namespace tessera

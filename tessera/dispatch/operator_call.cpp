@@ -54,8 +54,8 @@ class OuterOperator {
 /// One call of one operator on distributed tensors.
 class OperatorCall {
  public:
-  OperatorCall(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack)
-      : info_(info), resolved_(info.resolved()), op_(op), stack_(stack), arguments_(info, resolved_, stack) {}
+  OperatorCall(const OperatorInfo& info, Stack& stack)
+      : info_(info), resolved_(info.resolved()), stack_(stack), arguments_(info, resolved_, stack) {}
 
   void run() {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -67,7 +67,7 @@ class OperatorCall {
       return run_collected();
     }
     if (info_.is_composite) [[unlikely]]
-      return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+      return info_.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     if (info_.is_as_strided) [[unlikely]]
       offset_from_self(info_, arguments_);
     if (info_.is_cast) [[unlikely]]
@@ -102,12 +102,12 @@ class OperatorCall {
       view_arguments_ = arguments_.values();
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
-          view_offsets(op_, arguments_.values(), distributed()[0].position, distributed()[0].spec());
+          view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
     for (const auto& [position, value] : decision.local.arguments) arguments_[position] = value;
     arguments_.substitute_locals();
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
-    decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    decision.local.compute ? replace(decision.local.compute) : info_.op.callBoxed(stack_);
     if (decision.local.sized) [[unlikely]]
       take_shapes();
     for (const size_t i : c10::irange(distributed().size())) {
@@ -126,16 +126,8 @@ class OperatorCall {
       return;
     }
     const Stack all = arguments_.with_tensors();
-    rules::OpCall call;
-    call.schema = &info_.schema;
-    for (const DistributedArgument& argument : distributed()) {
-      call.tensors.push_back(argument.spec());
-      call.positions.push_back(argument.position);
-      call.written.push_back(argument.written);
-    }
-    call.arguments = all;
-    if (resolved_.rule) call.readable = &resolved_.rule->reads;
-    plan_ = std::make_shared<OpPlan>(make_op_plan(info_, resolved_, op_, call, arguments_.writes_plain()));
+    plan_ = std::make_shared<OpPlan>(
+        make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
     if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
   }
 
@@ -167,7 +159,8 @@ class OperatorCall {
       report(c10::str("argument '", info_.argument_name(argument.position), "' has to be redistributed from ",
                       route.plan.from, " to ", c10::ArrayRef<Placement>(route.plan.to.placements())));
     }
-    if (info_.is_loss && loss_parallel()) check_not_gathered(argument, route);
+    if (loss_parallel() && resolved_.rule && resolved_.rule->for_loss_parallel)
+      check_not_gathered(argument, route);
     argument.local = route.slice ? sliced(argument.local, route) : execute(route.plan, argument.local);
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
@@ -183,7 +176,7 @@ class OperatorCall {
         !gathers, info_.name, ": argument '", info_.argument_name(argument.position),
         "' would be gathered, from ", route.plan.from, " to ",
         c10::ArrayRef<Placement>(route.plan.to.placements()),
-        ", which LossParallel forbids. Cut the targets as the samples of the logits, and weights as "
+        ", which LossParallel forbids. Shard the targets as the samples of the logits, and weights as "
         "their classes.");
   }
 
@@ -217,7 +210,7 @@ class OperatorCall {
   /// Puts what the function makes of the arguments in their place.
   void replace(const rules::Function& function) {
     Stack arguments = arguments_.take();
-    for (IValue& result : function(op_, std::move(arguments))) stack_.push_back(std::move(result));
+    for (IValue& result : function(info_.op, std::move(arguments))) stack_.push_back(std::move(result));
   }
 
   /// The shapes behind the results.
@@ -304,7 +297,7 @@ class OperatorCall {
       normal.emplace(false);
     at::Tensor view = make_dtensor(std::move(local), spec);
     view.unsafeGetTensorImpl()->set_storage_offset(base.tensor.storage_offset() + plan_->offsets.at(index));
-    set_origin(view, index, base, *plan_, op_, view_arguments_);
+    set_origin(view, index, base, *plan_, info_.op, view_arguments_);
     return view;
   }
 
@@ -346,7 +339,6 @@ class OperatorCall {
 
   const OperatorInfo& info_;
   const ResolvedRule& resolved_;
-  const c10::OperatorHandle& op_;
   Stack& stack_;
   Arguments arguments_;
   std::shared_ptr<OpPlan> plan_;
@@ -357,8 +349,6 @@ class OperatorCall {
 
 }  // namespace
 
-void call_operator(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack) {
-  OperatorCall(info, op, stack).run();
-}
+void dispatch_operator(const OperatorInfo& info, Stack& stack) { OperatorCall(info, stack).run(); }
 
 }  // namespace tessera

@@ -28,10 +28,11 @@ struct ResolvedRule {
 /// One for each operator, for the whole process: calls of all threads read it.
 class OperatorInfo {
  public:
-  explicit OperatorInfo(const c10::OperatorHandle& op);
+  explicit OperatorInfo(const c10::OperatorHandle& handle);
   OperatorInfo(const OperatorInfo&) = delete;
   OperatorInfo& operator=(const OperatorInfo&) = delete;
 
+  const c10::OperatorHandle op;
   const c10::FunctionSchema& schema;
   const std::string name;  // "aten::add.Tensor"
   const bool is_random;
@@ -41,7 +42,6 @@ class OperatorInfo {
   const bool reallocates;
   const bool is_as_strided;
   const bool is_cast;
-  const bool is_loss;
   std::optional<size_t> generator;  // which argument is one
   bool has_out = false;
   bool has_views = false;

@@ -57,15 +57,15 @@ constexpr auto kSeams = std::to_array<Seam>({
     {"instance_norm", 0, 1, WeightUse::normalization},
 });
 
-const std::shared_ptr<const WeightHooks>& hooks_of(const at::Tensor& tensor) {
-  static const std::shared_ptr<const WeightHooks> none;
+/// Null if it has none. Nobody else attaches something to a DTensor.
+std::shared_ptr<const WeightHooks> hooks_of(const at::Tensor& tensor) {
   const DTensorImpl* impl = tensor.defined() ? DTensorImpl::of(tensor) : nullptr;
-  return impl ? impl->hooks() : none;
+  return impl ? std::static_pointer_cast<const WeightHooks>(impl->attachment()) : nullptr;
 }
 
 /// Those for this use of it; null if there are none.
 std::shared_ptr<const ModuleHooks> hooks_for(const at::Tensor& tensor, WeightUse use) {
-  const auto& hooks = hooks_of(tensor);
+  const auto hooks = hooks_of(tensor);
   if (!hooks) return nullptr;
   const auto found = hooks->uses.find(use);
   return found == hooks->uses.end() ? nullptr : std::shared_ptr<const ModuleHooks>(hooks, &found->second);
@@ -102,7 +102,7 @@ class Around final : public c10::OperatorKernel {
 at::Tensor transposed(const at::Tensor& weight) {
   const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
   at::Tensor result = weight.t();
-  if (hooks_for(weight, WeightUse::linear)) DTensorImpl::of(result)->set_hooks(hooks_of(weight));
+  if (hooks_for(weight, WeightUse::linear)) DTensorImpl::of(result)->set_attachment(hooks_of(weight));
   return result;
 }
 
@@ -182,10 +182,10 @@ void append(ModuleHooks& hooks, TensorsHook inputs, TensorsHook outputs) {
 void add_hooks(torch::nn::Module& module, TensorsHook inputs, TensorsHook outputs) {
   const auto weight = weight_of(module);
   if (weight && DTensor::is_dtensor(weight->tensor)) {
-    const auto& known = hooks_of(weight->tensor);
+    const auto known = hooks_of(weight->tensor);
     auto hooks = known ? std::make_shared<WeightHooks>(*known) : std::make_shared<WeightHooks>();
     append(hooks->uses[weight->use], std::move(inputs), std::move(outputs));
-    DTensorImpl::of(weight->tensor)->set_hooks(std::move(hooks));
+    DTensorImpl::of(weight->tensor)->set_attachment(std::move(hooks));
   } else {
     append(attachment(module).hooks, std::move(inputs), std::move(outputs));
   }

@@ -127,7 +127,7 @@ void add_bias_locally(torch::nn::LinearImpl& module, const std::shared_ptr<std::
     bias_and_output.at(0) =
         DTensor(bias_and_output.at(0)).redistribute(std::move(added)).to_local(std::move(of_gradient));
   });
-  DTensorImpl::of(module.bias)->set_hooks(std::move(hooks));
+  DTensorImpl::of(module.bias)->set_attachment(std::move(hooks));
 }
 
 /// How a layer's tensors are placed, by style: what the parameters are cut along, the input, and the output.

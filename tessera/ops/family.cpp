@@ -9,6 +9,11 @@ Table tried(Table table) {
   return table;
 }
 
+Rule for_loss_parallel(Rule rule) {
+  rule.for_loss_parallel = true;
+  return rule;
+}
+
 Stack call_operator(const c10::OperatorHandle& op, Stack arguments) {
   op.callBoxed(arguments);
   return arguments;

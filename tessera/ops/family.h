@@ -46,6 +46,8 @@ Table list_rules();
 
 /// The same rules, of operators that can all be tried.
 Table tried(Table table);
+/// The same rule, of an operator whose inputs LossParallel keeps from being gathered.
+Rule for_loss_parallel(Rule rule);
 
 /// Norms over all dims or some; `order`: the name of the argument that is p.
 Rule norm_rule(const std::string& order);

@@ -365,8 +365,10 @@ Table loss_rules() {
       {{"_ctc_loss", "_ctc_loss.Tensor"}, ctc_rule(".n.,n.->n,n..", kForward)},
       {{"_ctc_loss_backward", "_ctc_loss_backward.Tensor"}, ctc_rule("n,.n.,n.,n,n..->.n.", kBackward)},
       {{"nll_loss_forward", "nll_loss2d_forward"},
-       {"nc..,n..(,c)->n..; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}}},
-      {{"nll_loss_backward", "nll_loss2d_backward"}, {"n..,nc..,n..(,c)->nc..", nll_backward, {"reduction"}}},
+       for_loss_parallel(
+           {"nc..,n..(,c)->n..; reduced: P(sum), a mean by sums of losses and weights", nll, {"reduction"}})},
+      {{"nll_loss_backward", "nll_loss2d_backward"},
+       for_loss_parallel({"n..,nc..,n..(,c)->nc..", nll_backward, {"reduction"}})},
   };
 }
 

@@ -454,11 +454,14 @@ Rule with_memory_format(Rule rule) {
 
 Table normalize_rules() {
   return {
-      {{"_softmax"}, softmax_rule("the dim whole; if cut, by amax, exp and sum", softmax)},
-      {{"_log_softmax"}, softmax_rule("the dim whole; if cut, by amax, exp and sum", log_softmax)},
+      {{"_softmax"}, for_loss_parallel(softmax_rule("the dim whole; if cut, by amax, exp and sum", softmax))},
+      {{"_log_softmax"},
+       for_loss_parallel(softmax_rule("the dim whole; if cut, by amax, exp and sum", log_softmax))},
       {{"_safe_softmax"}, softmax_rule("the dim whole; if cut, by softmax, eq and all", composite())},
-      {{"_softmax_backward_data"}, softmax_rule("the dim whole; if cut, by sum", softmax_backward)},
-      {{"_log_softmax_backward_data"}, softmax_rule("the dim whole; if cut, by sum", log_softmax_backward)},
+      {{"_softmax_backward_data"},
+       for_loss_parallel(softmax_rule("the dim whole; if cut, by sum", softmax_backward))},
+      {{"_log_softmax_backward_data"},
+       for_loss_parallel(softmax_rule("the dim whole; if cut, by sum", log_softmax_backward))},
       {{"native_layer_norm"}, {"the normalised dims whole", layer_norm, {"normalized_shape"}}},
       {{"native_layer_norm_backward", "_fused_rms_norm_backward"},
        {"the normalised dims whole; gradients of parameters P(sum)",

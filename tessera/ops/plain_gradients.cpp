@@ -1,4 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch_keys.h>
 #include <tessera/dtensor/dtensor.h>
 
 #include <algorithm>
@@ -51,7 +52,7 @@ at::Tensor with_distributed_gradient(const at::Tensor& tensor) {
 
 /// With the formula that autograd has for it.
 void by_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  op.redispatchBoxed(keys.add(c10::DispatchKey::AutogradNestedTensor), stack);
+  op.redispatchBoxed(keys.add(kAutogradFormulaKey), stack);
 }
 
 void operator_with_plain_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

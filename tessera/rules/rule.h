@@ -61,6 +61,8 @@ struct TESSERA_API Rule {
   /// The operator can be tried on tensors of one element, to find out which dtypes it takes: it reads no
   /// sizes or positions from its arguments that it would trust, and draws no random numbers.
   bool can_be_tried = false;
+  /// Under LossParallel (dispatch/guards.h) the operator's inputs must not be gathered.
+  bool for_loss_parallel = false;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

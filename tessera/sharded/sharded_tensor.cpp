@@ -26,7 +26,7 @@ at::Device device_of(const ShardedTensorState& state) {
 c10::DispatchKeySet keys_of(const ShardedTensorState& state) {
   const auto& properties = state.metadata.tensor_properties;
   return c10::DispatchKeySet(c10::computeDispatchKey(properties.dtype, std::nullopt, device_of(state)))
-      .add(ShardedTensorImpl::kKey);
+      .add(kShardedTensorKey);
 }
 
 const ShardedTensorState& state_of(const at::Tensor& tensor) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dispatch_keys.h>
 #include <tessera/export.h>
 #include <tessera/sharded/sharded_tensor.h>
 
@@ -27,23 +28,20 @@ struct ShardedTensorState {
 at::Tensor empty_part(c10::IntArrayRef size, at::ScalarType dtype, at::Device device);
 
 /// What makes an at::Tensor a sharded one. Operators on it reach our registry by the dispatch key
-/// DeferredInit, which no other code uses and which stands above autograd, autocast and the decomposition of
-/// composite operators: so a registered implementation of `linear` sees `linear`, and autograd sees what it
-/// does with the local shards.
+/// kShardedTensorKey, above autograd: so a registered implementation of `linear` sees `linear`, and autograd
+/// sees what it does with the local shards.
 ///
 /// `requires_grad` and `grad` of the whole and of its local tensors are one truth, kept in two places:
 /// whoever asks for one of them through the whole first lets both agree. What changed since they last agreed
 /// wins.
 class TESSERA_API ShardedTensorImpl final : public c10::TensorImpl {
  public:
-  static constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
-
   explicit ShardedTensorImpl(ShardedTensorState state);
 
   /// The impl of a sharded tensor, or null if `tensor` is none.
   static ShardedTensorImpl* of(const at::Tensor& tensor) {
     auto* impl = tensor.unsafeGetTensorImpl();
-    return impl->key_set().has(kKey) ? static_cast<ShardedTensorImpl*>(impl) : nullptr;
+    return impl->key_set().has(kShardedTensorKey) ? static_cast<ShardedTensorImpl*>(impl) : nullptr;
   }
 
   /// After the whole and its local tensors have come to agree.

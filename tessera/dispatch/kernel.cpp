@@ -96,8 +96,6 @@ RecipeCache& cache() {
   return *known;
 }
 
-Placements replicated(const DeviceMesh& mesh) { return Placements(mesh.ndim(), Replicate()); }
-
 /// What there is to know of an operator that depends on the rules there are.
 struct Resolved {
   uint64_t version;

@@ -40,7 +40,7 @@ struct Cut {
 using Cuts = c10::SmallVector<Cut, 4>;
 
 Pieces cut(int64_t size, const Cuts& cuts, c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate) {
-  Pieces pieces = whole(size);
+  Pieces pieces = unsharded(size);
   for (const Cut& c : cuts) {
     pieces = strided_shard(pieces, c.split, mesh_shape[c.mesh_dim], coordinate[c.mesh_dim]);
   }

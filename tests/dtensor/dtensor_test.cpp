@@ -3,6 +3,7 @@
 #include <tessera/comm/run.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
 #include <fstream>
@@ -429,6 +430,27 @@ TEST(DTensorApi, GradientsThroughRedistribute) {
       }
     });
   }
+}
+
+TEST(DTensorApi, RedistributeSearchesOnceForItsPlan) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DTensor x = distribute_tensor(numbers({4, 6}).requires_grad_(), mesh, {Shard(0)});
+    DTensor::RedistributeOptions half;
+    half.forward_dtype = at::kHalf;
+    auto step = [&] {
+      x.redistribute({Shard(1)}).sum().backward();
+      x.redistribute({Replicate()}, half);
+      x.full_tensor();
+    };
+    step();
+    const CacheStatistics before = plan_cache_statistics();
+    step();
+    const CacheStatistics after = plan_cache_statistics();
+    EXPECT_EQ(after.misses, before.misses);
+    EXPECT_EQ(after.size, before.size);
+    EXPECT_GE(after.hits, before.hits + 3);
+  });
 }
 
 TEST(DTensorApi, RedistributeInAnotherDtype) {

@@ -282,7 +282,7 @@ Dims LayoutSpace::pending_dims(const Layout& x) const {
 }
 
 Spec LayoutSpace::spec_of(const Layout& x) const {
-  Placements placements(mesh_shape_.size());
+  Placements placements = replicated(from_.mesh());
   ShardOrder order;
   for (size_t i = 0; i < placements.size(); ++i) {
     if (is_pending(x, static_cast<int64_t>(i))) placements[i] = from_.placement(i);

@@ -363,7 +363,7 @@ def test_uneven_parts_of_sequences(length):
 def test_parts_that_are_no_sequence():
     mesh = init_device_mesh("cpu", (4,))
     model = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
-    with pytest.raises(ValueError, match="SequenceParallel.*as torch.chunk cuts"):
+    with pytest.raises(ValueError, match="SequenceParallel.*as torch.chunk splits"):
         model(values(2, 2 + mesh.get_rank(), 8))
 
 

@@ -22,7 +22,7 @@ namespace threads {
 class Hub;
 }
 
-/// What the maker of a group's backend is told.
+/// What the factory of a group's backend gets.
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store> store;  // this group's own; null if the world has none
   std::vector<int64_t> ranks;             // the members, as ranks of the world

@@ -1,6 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 
 #include <c10/core/AutogradState.h>
 
@@ -128,12 +127,6 @@ at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec, const
   at::Tensor result = at::detail::make_tensor<DTensorImpl>(at::empty({0}, options), std::move(spec));
   DTensorImpl::of(result)->set_pending(std::move(pending));
   return result;
-}
-
-void check_local(const at::Tensor& local, const Spec& spec, const char* what) {
-  TESSERA_CHECK_VALUE(local.sizes() == spec.local_shape() && local.scalar_type() == spec.dtype(), what,
-                      ": rank ", spec.mesh().get_rank(), " has a local tensor ", local.scalar_type(),
-                      local.sizes(), ", but of ", spec, " it holds ", spec.dtype(), spec.local_shape(), ".");
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <tessera/export.h>
 #include <tessera/placement/spec.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 
 #include <functional>
 #include <memory>
@@ -107,8 +108,5 @@ TESSERA_API at::Tensor make_dtensor(at::Tensor local, Spec spec);
 /// The same, of a local tensor that is still on its way.
 TESSERA_API at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec,
                                     const at::TensorOptions& options);
-
-/// Throws, naming rank and both shapes, unless `local` has the shape and dtype that `spec` gives this rank.
-TESSERA_API void check_local(const at::Tensor& local, const Spec& spec, const char* what);
 
 }  // namespace tessera

@@ -1,6 +1,9 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
+
+#include <utility>
 
 /// What operators on distributed tensors may do of their own accord. Per thread.
 namespace tessera {
@@ -22,8 +25,7 @@ class TESSERA_API ImplicitCommunicationGuard {
   ImplicitCommunicationGuard& operator=(const ImplicitCommunicationGuard&) = delete;
 
  private:
-  ImplicitCommunication previous_;
-  bool was_strict_;
+  ThreadScope<std::pair<ImplicitCommunication, bool>, ImplicitCommunicationGuard> scope_;  // mode and strict
 };
 
 /// Whether a plain tensor among distributed ones is taken to be the same on all ranks, instead of being an
@@ -39,7 +41,7 @@ class TESSERA_API ImplicitReplicationGuard {
   ImplicitReplicationGuard& operator=(const ImplicitReplicationGuard&) = delete;
 
  private:
-  bool previous_;
+  ThreadScope<bool, ImplicitReplicationGuard> scope_;
 };
 
 /// Whether losses must not gather what they are of.
@@ -57,7 +59,7 @@ class TESSERA_API LossParallel {
   LossParallel& operator=(const LossParallel&) = delete;
 
  private:
-  bool previous_;
+  ThreadScope<bool, LossParallel> scope_;
 };
 
 }  // namespace tessera

@@ -11,8 +11,6 @@ namespace tessera {
 
 namespace {
 
-thread_local const InputReshard* innermost = nullptr;
-
 class Reshard final : public torch::autograd::SavedVariableHooks {
  public:
   explicit Reshard(const InputReshard& scope)
@@ -54,7 +52,8 @@ class Engine final : public torch::autograd::Engine {
   explicit Engine(torch::autograd::Engine& inner) : inner_(inner) {}
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (innermost) return std::make_unique<Reshard>(*innermost);
+    const auto* scope = ThreadScope<const InputReshard*, InputReshard>::current();
+    if (scope) return std::make_unique<Reshard>(*scope);
     return inner_.get_default_saved_variable_hooks();
   }
 
@@ -90,7 +89,7 @@ Engine& engine() {
 }  // namespace
 
 InputReshard::InputReshard(const DeviceMesh& mesh, int64_t dim, const std::optional<MeshDim>& mesh_dim)
-    : mesh_(mesh), mesh_dim_(mesh_dim ? mesh.dim_index(*mesh_dim) : 0), dim_(dim), outer_(innermost) {
+    : mesh_(mesh), mesh_dim_(mesh_dim ? mesh.dim_index(*mesh_dim) : 0), dim_(dim), scope_(this) {
   TESSERA_CHECK_VALUE(mesh_dim || mesh.ndim() == 1, "InputReshard: ", mesh, " has ", mesh.ndim(),
                       " dims; say which one to use.");
   TESSERA_CHECK_INDEX(dim >= 0, "InputReshard: dim ", dim, " is negative; count from the first.");
@@ -100,9 +99,8 @@ InputReshard::InputReshard(const DeviceMesh& mesh, int64_t dim, const std::optio
     return true;
   }();
   static_cast<void>(installed);
-  innermost = this;
 }
 
-InputReshard::~InputReshard() { innermost = outer_; }
+InputReshard::~InputReshard() = default;
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/thread_scope.h>
 
 #include <optional>
 
@@ -30,7 +31,7 @@ class TESSERA_API InputReshard {
  private:
   const DeviceMesh mesh_;
   const int64_t mesh_dim_, dim_;
-  const InputReshard* outer_;
+  ThreadScope<const InputReshard*, InputReshard> scope_;
 };
 
 }  // namespace tessera

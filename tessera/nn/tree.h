@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <string>
 #include <unordered_map>
@@ -46,7 +47,7 @@ class Tree {
 
   std::unordered_map<const torch::nn::Module*, std::string> names_;
   std::unordered_map<const c10::TensorImpl*, std::vector<at::Tensor*>> handles_;
-  Tree* outer_;
+  ThreadScope<Tree*, Tree> scope_;
 };
 
 }  // namespace tessera

@@ -37,7 +37,7 @@ using c10::IValue;
 using torch::jit::Stack;
 
 at::Tensor replicate(const at::Tensor& plain, const DeviceMesh& mesh) {
-  return DTensor::from_local(plain, mesh, Placements(mesh.ndim(), Replicate()));
+  return DTensor::from_local(plain, mesh, replicated(mesh));
 }
 
 /// The composition of libtorch, in which the plain tensors that it makes are the same on all ranks. Those

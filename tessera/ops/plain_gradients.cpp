@@ -31,7 +31,7 @@ struct WithDistributedGradient : torch::autograd::Function<WithDistributedGradie
     // Keeps the mesh.
     const at::Tensor local = at::zeros({}, impl.local().options());
     const DeviceMesh& mesh = impl.spec().mesh();
-    context->save_for_backward({DTensor::from_local(local, mesh, Placements(mesh.ndim(), Replicate()))});
+    context->save_for_backward({DTensor::from_local(local, mesh, replicated(mesh))});
     return at::detach(self);
   }
 
@@ -40,7 +40,7 @@ struct WithDistributedGradient : torch::autograd::Function<WithDistributedGradie
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined() || DTensor::is_dtensor(gradient)) return {gradient};
     const DeviceMesh mesh = DTensor(context->get_saved_variables()[0]).device_mesh();
-    return {DTensor::from_local(gradient, mesh, Placements(mesh.ndim(), Replicate()))};
+    return {DTensor::from_local(gradient, mesh, replicated(mesh))};
   }
 };
 

@@ -3,6 +3,7 @@
 #include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
 #include <functional>
@@ -139,7 +140,7 @@ std::optional<Strategies> selected(const OpCall& call) {
     for (const int64_t m : mesh_dims_of(base, dim)) whole[m] = Replicate();
     local.write_back = [=, to = result.with_placements(whole, result.order())](const at::Tensor& into,
                                                                                const at::Tensor& written) {
-      const at::Tensor value = execute(plan(result, to), written);
+      const at::Tensor value = execute(*cached_plan(result, to), written);
       if (is_here) into.select(dim, local_index).copy_(value);
     };
     return local;

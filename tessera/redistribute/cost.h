@@ -20,11 +20,11 @@ struct LinkCost {
 
   bool operator==(const LinkCost&) const = default;
 
-  /// What is usual of a backend: "threads", "gloo", "nccl" or "fake". Of any other: as of gloo.
+  /// The default for a backend: "threads", "gloo", "nccl" or "fake"; for any other that of gloo.
   static TESSERA_API LinkCost of_backend(std::string_view name);
 };
 
-/// One link per mesh dim, or none for what is usual of the backend that carries the mesh's tensors.
+/// One link per mesh dim, or none for the default of the backend that carries the mesh's tensors.
 ///   CostModel{}                                  the default
 ///   CostModel{{{1e-4, 1e-9}, {2e-5, 1e-11}}}     dim 0 between machines, dim 1 within one
 struct CostModel {

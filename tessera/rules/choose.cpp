@@ -248,7 +248,7 @@ std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call)
     if (type->kind() != c10::TypeKind::ListType) {
       const Spec& shared = call.tensors[i];
       if (call.written[i] && shared.ndim() > 0) return std::nullopt;
-      decision.inputs[i] = shared.with_placements(Placements(shared.mesh().ndim(), Replicate()));
+      decision.inputs[i] = shared.with_placements(replicated(shared.mesh()));
       if (call.written[i]) decision.written[i] = decision.inputs[i];
       ++i;
       continue;

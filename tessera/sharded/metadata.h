@@ -24,7 +24,7 @@ class Tensor;
 /// written as bytes. `parse(x.str())` and `from_bytes(x.to_bytes())` are x again.
 namespace tessera::sharded {
 
-/// A box of the whole tensor, and where it lies.
+/// A box of the global tensor, and the rank and device that have it.
 struct TESSERA_API ShardMetadata {
   std::vector<int64_t> shard_offsets;
   std::vector<int64_t> shard_sizes;

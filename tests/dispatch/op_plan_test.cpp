@@ -155,18 +155,16 @@ TEST_F(OpPlans, TheOperatorIsAskedItselfWhereItMayRefuse) {
 }
 
 TEST_F(OpPlans, WhatIsComputedOtherwiseIsWrittenByAnOperatorThatReturnsIt) {
-  rules::Rule rule = rules::explicit_rows({{{S(0), S(0)}, {S(0)}}});
-  rule.propose = [propose = rule.propose](const rules::OpCall& call) {
-    auto proposal = propose(call);
-    proposal->localize = [](const rules::Chosen&) { return rules::LocalCall{}; };
-    return proposal;
+  rules::Rule rule = rules::explicit_strategies({{{S(0), S(0)}, {S(0)}}});
+  rule.local.of = [](const rules::OpCall&) {
+    return [](const rules::ChosenSpecs&) { return rules::LocalCall{}; };
   };
-  rules::add_rule("aten::lerp_.Scalar", rule);
+  rules::add_rule({"aten::lerp_.Scalar"}, rule);
   const OpPlan in_place =
       PreparedCall("aten::lerp_.Scalar", {tensor(S(0), {8}), tensor(S(0), {8}), 0.5}).plan();
   EXPECT_TRUE(in_place.by_rule);
   // An out= operator gets here only if its result has to be converted, which it must decide itself.
-  rules::add_rule("aten::neg.out", rule);
+  rules::add_rule({"aten::neg.out"}, rule);
   const OpPlan out =
       PreparedCall("aten::neg.out", {tensor(S(0), {8}), tensor(S(0), {8}, at::kDouble)}).plan();
   EXPECT_FALSE(out.by_rule);

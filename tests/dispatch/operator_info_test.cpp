@@ -58,9 +58,9 @@ TEST(OperatorInfo, TheRuleIsThatOfNow) {
   const OperatorInfo& info = info_of("aten::_pdist_backward");
   EXPECT_EQ(info.resolved().rule, nullptr);
   const ResolvedRule& before = info.resolved();
-  rules::Rule rule = rules::explicit_rows({});
+  rules::Rule rule = rules::explicit_strategies({});
   rule.reads = {"p"};
-  rules::add_rule("aten::_pdist_backward", rule);
+  rules::add_rule({"aten::_pdist_backward"}, rule);
   EXPECT_NE(info.resolved().rule, nullptr);
   EXPECT_THAT(info.resolved().reads, ElementsAre(false, false, true, false));
   EXPECT_EQ(before.rule, nullptr);  // calls under way still use it

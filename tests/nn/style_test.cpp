@@ -245,7 +245,7 @@ TEST(Styles, UnevenPlainInputs) {
         [&] {
           module(small({3, get_rank() == 0 ? 2 : 5, 6}));
         },
-        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk cuts"});
+        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk splits"});
   });
 }
 

@@ -125,7 +125,7 @@ TEST(ShardParameter, Errors) {
     shard_parameter(*linear, "bias", spec);
     expect_error<c10::ValueError>([&] { shard_parameter(*linear, "bias", spec); }, {"already"});
     const at::Tensor held = linear->weight;
-    expect_error<c10::Error>([&] { shard_parameter(*linear, "weight", spec); }, {"somebody else holds"});
+    expect_error<c10::Error>([&] { shard_parameter(*linear, "weight", spec); }, {"another handle exists"});
   });
 }
 
@@ -320,7 +320,7 @@ TEST(ShardedGradients, AreOneTruthForTheWholeAndItsShards) {
     expect_error<c10::Error>([&] { tensor.grad(); }, {"grad", "plain", "shard_tensor"});
     EXPECT_TRUE(tensor.grad().defined());  // that from before
     tensor.mutable_grad() = ones(chunks(1, {0, 1}), {6, 2});
-    expect_error<c10::Error>([&] { tensor.grad(); }, {"cut differently"});
+    expect_error<c10::Error>([&] { tensor.grad(); }, {"sharded differently"});
     tensor.mutable_grad().reset();
 
     // It is released with the tensor, though its shards have known of it.

@@ -22,8 +22,8 @@ using c10::IValue;
 enum Mark : uint64_t { kUndefined = 1, kPlain = 2, kList = 3, kValue = 4 };
 
 at::Tensor replica(const at::Tensor& value, const DeviceMesh& mesh) {
-  return make_dtensor(value, Spec(mesh, Placements(mesh.ndim(), Replicate()), value.sizes(), value.strides(),
-                                  value.scalar_type()));
+  return make_dtensor(value,
+                      Spec(mesh, replicated(mesh), value.sizes(), value.strides(), value.scalar_type()));
 }
 
 /// Makes the list of tensors, which may have holes, a new one with each replaced.

@@ -34,8 +34,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     return impl->key_set().has(kDTensorKey) ? static_cast<DTensorImpl*>(impl) : nullptr;
   }
 
-  /// What this rank holds. Waits for it if it is still under way. Of a view that does not share the memory of
-  /// its base, after a write into that: made again first, which is collective.
+  /// This rank's local tensor. Waits for it if it is still under way. Of a view that does not share the memory
+  /// of its base, after a write into that: made again first, which is collective.
   const at::Tensor& local() const {
     if (pending_ || origin_) [[unlikely]]
       receive();
@@ -49,8 +49,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// What a view is of, if writing into its local tensor does not write into its base.
   struct Origin {
     at::Tensor base;  // distributed
-    /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing, as is
-    /// `read`, if they share their memory, but the base itself has an origin.
+    /// Writes the local tensor of the view into that of the base. Collective. Missing, as is `read`, if they
+    /// share their memory, but the base itself has an origin.
     std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
     /// Makes the view again, of a base.
     std::function<at::Tensor(const at::Tensor& base)> read;

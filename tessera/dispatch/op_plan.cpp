@@ -50,13 +50,13 @@ class Planner {
     check();
     OpPlan plan;
     plan.inputs = call_.tensors;
-    auto decided = writes_plain ? std::nullopt : decide();
-    plan.in_doubt = decided && may_refuse(*decided);
-    if (decided && !plan.in_doubt) {
+    auto chosen = writes_plain ? std::nullopt : choose_strategy();
+    plan.in_doubt = chosen && may_refuse(*chosen);
+    if (chosen && !plan.in_doubt) {
       plan.by_rule = true;
-      plan.decision = *std::move(decided);
-      plan.is_special = plan.decision.is_special();
-      if (plan.decision.decompose) return plan;
+      plan.strategy = *std::move(chosen);
+      plan.is_special = plan.strategy.is_special();
+      if (plan.strategy.decompose) return plan;
     } else {
       check_one_mesh();
     }
@@ -96,7 +96,7 @@ class Planner {
     }
   }
 
-  std::optional<rules::ChosenStrategy> decide() const {
+  std::optional<rules::ChosenStrategy> choose_strategy() const {
     if (!resolved_.rule) return std::nullopt;
     std::vector<int64_t> returned;
     for (const size_t position : call_.positions) {
@@ -104,24 +104,24 @@ class Planner {
       const auto found = std::find(results.begin(), results.end(), static_cast<int64_t>(position));
       returned.push_back(found == results.end() || info_.is_list[position] ? -1 : found - results.begin());
     }
-    auto decision = rules::choose(*resolved_.rule, call_, returned);
+    auto strategy = rules::choose(*resolved_.rule, call_, returned);
     // To compute otherwise and to write the result needs an operator that returns it. (With out= that has
     // been tried before: it would have to convert.)
     const bool writes = std::find(call_.written.begin(), call_.written.end(), true) != call_.written.end();
-    if (decision && (decision->decompose || decision->has_local) && writes && !decision->local.writes &&
+    if (strategy && (strategy->decompose || strategy->has_local) && writes && !strategy->local.writes &&
         (info_.has_out || !info_.functional()))
       return std::nullopt;
-    return decision;
+    return strategy;
   }
 
   /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
   /// some rank may have nothing to compute. The same on all ranks.
-  bool may_refuse(const rules::ChosenStrategy& decision) const {
+  bool may_refuse(const rules::ChosenStrategy& strategy) const {
     const rules::Rule& rule = *resolved_.rule;
     // Random numbers would be others on replicas; their rules check what they are told.
     if (rule.itemwise || info_.is_random) return false;
-    const bool replaces = decision.has_local || decision.decompose;
-    if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
+    const bool replaces = strategy.has_local || strategy.decompose;
+    if (!replaces && std::all_of(strategy.inputs.begin(), strategy.inputs.end(), is_even)) return false;
     if (may_refuse_dtype(info_, rule.family, call_.tensors[0].dtype())) return true;
     const Stack all = call_.arguments.vec();
     return (replaces && may_refuse_shapes(info_.op, all)) ||
@@ -130,9 +130,9 @@ class Planner {
 
   void add_route(OpPlan& plan, size_t index) const {
     const Spec& from = plan.inputs[index];
-    plan.routes.push_back(route(from, plan.by_rule ? plan.decision.inputs[index] : replicated(from)));
+    plan.routes.push_back(route(from, plan.by_rule ? plan.strategy.inputs[index] : replicated(from)));
     if (!call_.written[index]) return;
-    const Spec written = plan.by_rule ? plan.decision.written[index] : replicated(from);
+    const Spec written = plan.by_rule ? plan.strategy.written[index] : replicated(from);
     if (written != from) plan.routes[index].back = tessera::plan(written, from);
   }
 

@@ -27,11 +27,11 @@ struct InputRoute {
 
 /// How to carry out calls with one key.
 struct OpPlan {
-  std::vector<Spec> inputs;  // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;      // else by the replicated fallback
-  rules::ChosenStrategy decision;  // by_rule
-  bool is_special = false;   // by_rule: see there
-  bool in_doubt = false;     // fallback, as the operator may refuse arguments that need not be in the key
+  std::vector<Spec> inputs;        // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;            // else by the replicated fallback
+  rules::ChosenStrategy strategy;  // by_rule
+  bool is_special = false;         // by_rule: see there
+  bool in_doubt = false;  // fallback, as the operator may refuse arguments that need not be in the key
   std::vector<InputRoute> routes;  // of each input
   std::vector<Spec> outputs;       // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;    // by_rule, of an operator that returns views: see view_offsets

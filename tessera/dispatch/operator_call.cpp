@@ -4,8 +4,8 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/in_place.h>
 #include <tessera/dispatch/op_plan.h>
+#include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/dispatch/operator_call.h>
-#include <tessera/dispatch/plan_cache.h>
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
@@ -83,32 +83,32 @@ class OperatorCall {
 
   void run_collected() {
     find_plan();
-    const rules::ChosenStrategy& decision = plan_->decision;
+    const rules::ChosenStrategy& strategy = plan_->strategy;
     if (plan_->is_special) [[unlikely]] {
-      const bool by_functional = arguments_.writes() && !decision.local.writes;
-      if (decision.decompose || (decision.has_local && by_functional)) {
+      const bool by_functional = arguments_.writes() && !strategy.local.writes;
+      if (strategy.decompose || (strategy.has_local && by_functional)) {
         arguments_.restore();
         const OuterOperator outer(info_.name);
         return by_functional ? static_cast<void>(run_functional(info_, arguments_))
-                             : replace(decision.decompose);
+                             : replace(strategy.decompose);
       }
-      if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
+      if (strategy.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
         report(c10::str("has to move data between ranks", described_shardings()));
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
-    if (info_.has_views && !(plan_->by_rule && !decision.local.detached && !distributed()[0].moved))
+    if (info_.has_views && !(plan_->by_rule && !strategy.local.detached && !distributed()[0].moved))
         [[unlikely]]
       view_arguments_ = arguments_.values();
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
           view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
-    for (const auto& [position, value] : decision.local.arguments) arguments_[position] = value;
+    for (const auto& [position, value] : strategy.local.arguments) arguments_[position] = value;
     arguments_.substitute_locals();
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
-    decision.local.compute ? replace(decision.local.compute) : info_.op.callBoxed(stack_);
-    if (decision.local.sized) [[unlikely]]
+    strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
+    if (strategy.local.sized) [[unlikely]]
       take_shapes();
     for (const size_t i : c10::irange(distributed().size())) {
       if (distributed()[i].written) write_back(distributed()[i], plan_->routes[i]);
@@ -117,7 +117,7 @@ class OperatorCall {
   }
 
   void find_plan() {
-    PlanCache& plans = plan_cache();
+    OpPlanCache& plans = op_plan_cache();
     const auto* known = plans.find(arguments_.key());
     if (!known && arguments_.unify_meshes()) [[unlikely]]
       known = plans.find(arguments_.key());
@@ -235,9 +235,7 @@ class OperatorCall {
   /// Random values that each rank drew by itself: those of the first rank count.
   void same_on_all_ranks(const at::Tensor& replica) const {
     if (mesh().size() == 1) return;
-    std::vector<MeshDim> all;
-    for (const int64_t dim : c10::irange(mesh().ndim())) all.emplace_back(dim);
-    comm::broadcast(replica, 0, mesh().get_group(all)).wait();
+    comm::broadcast(replica, 0, mesh().get_joint_group()).wait();
   }
 
   void write_back(DistributedArgument& argument, const InputRoute& route) {
@@ -315,13 +313,12 @@ class OperatorCall {
 
   Spec make_output_spec(const at::Tensor& local, size_t index) const {
     if (!plan_->by_rule) {
-      // Strides of replicas may be those of one rank only where nothing was ever decided by them.
-      return Spec(mesh(), Placements(mesh().ndim(), Replicate()), local.sizes(), local.strides(),
-                  local.scalar_type());
+      // Strides of replicas may be those of one rank only where nothing was ever chosen by them.
+      return Spec(mesh(), replicated(mesh()), local.sizes(), local.strides(), local.scalar_type());
     }
-    const auto& outputs = plan_->decision.outputs;
-    TESSERA_CHECK(index < outputs.size() || outputs.size() == 1, info_.name, ": its sharding rule tells of ",
-                  outputs.size(), " results, but there is a number ", index, ".");
+    const auto& outputs = plan_->strategy.outputs;
+    TESSERA_CHECK(index < outputs.size() || outputs.size() == 1, info_.name, ": its sharding rule describes ",
+                  outputs.size(), " results, but there is one of index ", index, ".");
     const rules::ChosenStrategy::Output& output = outputs[outputs.size() == 1 ? 0 : index];
     std::vector<int64_t> shape = shapes_.empty() ? output.result.shape : shapes_[index];
     shape.resize(local.dim(), rules::kLocal);

@@ -1,6 +1,7 @@
 #include <tessera/dispatch/operator_call.h>
 #include <tessera/dispatch/operator_info.h>
 #include <tessera/dispatch/register.h>
+#include <tessera/dispatch/register_kernels.h>
 #include <tessera/dispatch_keys.h>
 #include <tessera/error.h>
 #include <tessera/rules/rule.h>

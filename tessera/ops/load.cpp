@@ -1,4 +1,4 @@
-#include <tessera/dispatch/register.h>
+#include <tessera/dispatch/register_kernels.h>
 #include <tessera/error.h>
 #include <tessera/ops/family.h>
 

@@ -23,7 +23,7 @@ class CallArguments : public ::testing::Test {
   at::Tensor tensor(const Placement& placement, c10::IntArrayRef shape = {8, 4}) const {
     return tensor_of(Spec(mesh_, placement, shape));
   }
-  static CacheKey key(const std::string& op, Stack arguments) {
+  static CallKey key(const std::string& op, Stack arguments) {
     return PreparedCall(op, std::move(arguments)).arguments.key();
   }
 

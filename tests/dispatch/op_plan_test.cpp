@@ -56,7 +56,7 @@ TEST_F(OpPlans, TakeInputsThatFitAsTheyAre) {
     EXPECT_FALSE(route.slice);
     EXPECT_FALSE(route.back);
   }
-  EXPECT_EQ(plan.decision.outputs[0].placements, Placements{S(0)});
+  EXPECT_EQ(plan.strategy.outputs[0].placements, Placements{S(0)});
 }
 
 TEST_F(OpPlans, RedistributeInputsThatDoNot) {
@@ -64,7 +64,7 @@ TEST_F(OpPlans, RedistributeInputsThatDoNot) {
   EXPECT_TRUE(plan.by_rule);
   ASSERT_EQ(plan.routes.size(), 1u);
   EXPECT_EQ(plan.routes[0].plan.from, spec(P, {8, 4}));
-  EXPECT_EQ(plan.routes[0].plan.to, plan.decision.inputs[0]);
+  EXPECT_EQ(plan.routes[0].plan.to, plan.strategy.inputs[0]);
   EXPECT_TRUE(plan.routes[0].plan.communicates());
 }
 
@@ -85,7 +85,7 @@ TEST_F(OpPlans, AStridedShardIsNotOneSlice) {
   const Placement strided = StridedShard(0, 2);
   ASSERT_EQ(spec(strided, {8}).local_pieces()[0].size(), 2u);
   const OpPlan plan = PreparedCall("aten::add.Tensor", {tensor(strided, {8}), tensor(R, {8}), 1}).plan();
-  EXPECT_EQ(plan.decision.inputs[1], spec(strided, {8}));
+  EXPECT_EQ(plan.strategy.inputs[1], spec(strided, {8}));
   EXPECT_THAT(kinds(plan.routes[1].plan), ElementsAre(StepKind::slice));
   EXPECT_FALSE(plan.routes[1].slice);
 }
@@ -93,9 +93,9 @@ TEST_F(OpPlans, AStridedShardIsNotOneSlice) {
 TEST_F(OpPlans, WriteBackWhatWasComputedElsewhere) {
   const OpPlan plan = PreparedCall("aten::relu_", {tensor(P, {8})}).plan();
   ASSERT_TRUE(plan.by_rule);
-  EXPECT_FALSE(plan.decision.written[0].has_partial());
+  EXPECT_FALSE(plan.strategy.written[0].has_partial());
   ASSERT_TRUE(plan.routes[0].back);
-  EXPECT_EQ(plan.routes[0].back->from, plan.decision.written[0]);
+  EXPECT_EQ(plan.routes[0].back->from, plan.strategy.written[0]);
   EXPECT_EQ(plan.routes[0].back->to, spec(P, {8}));
 
   const OpPlan alike = PreparedCall("aten::add_.Tensor", {tensor(S(0), {8}), tensor(R, {8}), 1}).plan();
@@ -148,7 +148,7 @@ TEST_F(OpPlans, TheOperatorIsAskedItselfWhereItMayRefuse) {
   EXPECT_FALSE(softmax(1, at::kLong).by_rule);
   EXPECT_EQ(softmax(1, at::kLong).routes[0].plan.to, spec(R, {4, 8}, at::kLong));
   EXPECT_TRUE(softmax(1, at::kFloat).by_rule);
-  EXPECT_TRUE(softmax(1, at::kFloat).decision.decompose);
+  EXPECT_TRUE(softmax(1, at::kFloat).strategy.decompose);
   // Along the other dim every rank calls the operator, and is refused by it.
   EXPECT_FALSE(softmax(0, at::kLong).in_doubt);
   EXPECT_TRUE(softmax(0, at::kLong).by_rule);

@@ -43,9 +43,4 @@ TESSERA_API void register_backend(const std::string& name, BackendFactory factor
 TESSERA_API c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
                                                            const BackendRequest& request);
 
-// The built-in makers, each where its transport is.
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
-c10::intrusive_ptr<c10d::Backend> make_fake_backend(const BackendRequest& request);
-
 }  // namespace tessera

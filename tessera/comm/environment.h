@@ -50,6 +50,7 @@ TESSERA_API std::optional<LaunchInfo> launch_info();
 TESSERA_API std::string first_slurm_host(const std::string& node_list);
 
 /// Connects to the store that these processes share; rank 0 keeps it unless torchrun does.
-c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chrono::milliseconds timeout);
+TESSERA_API c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info,
+                                                          std::chrono::milliseconds timeout);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include <tessera/comm/backends.h>
+#include <tessera/comm/builtin_backends.h>
 #include <tessera/comm/call_backend.h>
 
 namespace tessera {

@@ -54,7 +54,7 @@ TESSERA_API std::string worker_name(int64_t rank);
 TESSERA_API std::optional<int64_t> worker_rank(const std::string& name);
 
 /// Why the ranks of `world` cannot be called from here; empty if they can.
-std::string why_not(const World& world);
+TESSERA_API std::string why_not(const World& world);
 
 /// What the operator of this name, such as "aten::add.Tensor", gives for these arguments on another rank.
 /// libtorch knows only operators of "aten" there. Throws if that throws, if the other process is not there

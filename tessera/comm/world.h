@@ -121,7 +121,7 @@ class TESSERA_API World {
 };
 
 /// What a rank that failed left in a world's store for the others; empty if none did.
-std::string failure_in(c10d::Store& store);
+TESSERA_API std::string failure_in(c10d::Store& store);
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process
 /// (`init_process_group`). An error that says what to do if there is none.

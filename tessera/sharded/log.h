@@ -20,6 +20,6 @@ struct LogEvent {
 TESSERA_API void set_log_handler(std::function<void(const LogEvent&)> handler);
 
 /// Reports a call. `detail` is only called if there is a handler.
-void log_call(const char* call, const std::function<std::string()>& detail);
+TESSERA_API void log_call(const char* call, const std::function<std::string()>& detail);
 
 }  // namespace tessera::sharded

@@ -71,9 +71,9 @@ class TESSERA_API Members {
 using MembersPtr = std::shared_ptr<const Members>;
 
 /// Each rank's text, by rank in the group. Collective.
-std::vector<std::string> all_gather_text(const std::string& mine, const Members& members);
+TESSERA_API std::vector<std::string> all_gather_text(const std::string& mine, const Members& members);
 
 /// Whether all ranks say yes. Collective.
-bool all_agree(bool mine, const Members& members);
+TESSERA_API bool all_agree(bool mine, const Members& members);
 
 }  // namespace tessera::sharded

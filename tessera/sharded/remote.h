@@ -49,9 +49,9 @@ struct SharedShards {
 
 /// Exchanges references to shards among all members. Collective over the members; throws on all
 /// of them if one has no RPC and needs it. Nothing on other ranks.
-SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members);
+TESSERA_API SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members);
 
 /// The (global) rank that a placement names. Throws if it names none, or one that is not among the members.
-int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);
+TESSERA_API int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);
 
 }  // namespace tessera::sharded

@@ -16,12 +16,13 @@
 /// nothing is computed, so that all ranks make the same plan.
 namespace tessera {
 
-/// How a local tensor gets to where the operator needs it.
+/// How an input is redistributed before the operator runs, and back after it.
 struct InputRoute {
   Plan plan;
-  /// Where the part that is kept begins, if nothing else has to be done and the operator may be given a view.
+  /// If the plan only slices, and the operator takes a view with gaps: where the slice begins in the local
+  /// tensor. Then a view is made instead of running the plan.
   std::optional<c10::DimVector> slice = {};
-  /// Of a tensor that is written: the way back.
+  /// Of a tensor that is written, unless it is written where it lies.
   std::optional<Plan> back = {};
 };
 
@@ -30,8 +31,8 @@ struct OpPlan {
   std::vector<Spec> inputs;        // of the call: keeps them alive, as their addresses are in the key
   bool by_rule = false;            // else by the replicated fallback
   rules::ChosenStrategy strategy;  // by_rule
-  bool is_special = false;         // by_rule: see there
-  bool in_doubt = false;  // fallback, as the operator may refuse arguments that need not be in the key
+  bool is_special = false;         // ChosenStrategy::is_special
+  bool in_doubt = false;           // fallback, as the operator may refuse arguments: not for other calls
   std::vector<InputRoute> routes;  // of each input
   std::vector<Spec> outputs;       // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;    // by_rule, of an operator that returns views: see view_offsets

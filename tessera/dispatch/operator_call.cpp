@@ -81,6 +81,7 @@ class OperatorCall {
   const auto& distributed() const { return arguments_.distributed(); }
   const DeviceMesh& mesh() const { return distributed()[0].spec().mesh(); }
 
+  /// After the pass over the arguments.
   void run_collected() {
     find_plan();
     const rules::ChosenStrategy& strategy = plan_->strategy;
@@ -89,14 +90,16 @@ class OperatorCall {
       if (strategy.decompose || (strategy.has_local && by_functional)) {
         arguments_.restore();
         const OuterOperator outer(info_.name);
-        return by_functional ? static_cast<void>(run_functional(info_, arguments_))
-                             : replace(strategy.decompose);
+        if (!by_functional) return replace(strategy.decompose);
+        run_functional(info_, arguments_);  // which writes: out= operators have no such strategy
+        return;
       }
       if (strategy.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
         report(c10::str("has to move data between ranks", described_shardings()));
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
+    // Views that do not share the memory of their base are made again after writes.
     if (info_.has_views && !(plan_->by_rule && !strategy.local.detached && !distributed()[0].moved))
         [[unlikely]]
       view_arguments_ = arguments_.values();

@@ -55,8 +55,8 @@ bool has_out(const c10::OperatorHandle& op) {
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
 }
 
-/// Whether libtorch's composition of other operators serves as it is. Not where there is a rule for the whole
-/// (autograd's formula for the whole is then used too), nor with out=, which is written through plain
+/// Whether libtorch's composition of other operators serves as it is. Not where the operator has a rule of its
+/// own (then autograd has a formula of its own for it too), nor with out=, which is written through plain
 /// tensors.
 bool decomposes(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !has_out(op) &&

@@ -9,6 +9,7 @@
 #include <string>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/irange.h>
 #include <torch/library.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -29,6 +30,7 @@ struct Seam {
   const char* op;
   size_t input, weight;
   WeightUse use;
+  std::array<size_t, 2> other_inputs = {};  // 0: none
 };
 
 constexpr auto kSeams = std::to_array<Seam>({
@@ -39,8 +41,8 @@ constexpr auto kSeams = std::to_array<Seam>({
     {"bilinear", 0, 2, WeightUse::other},
     {"prelu", 0, 1, WeightUse::other},
     {"embedding", 1, 0, WeightUse::embedding},
-    {"embedding_bag", 1, 0, WeightUse::embedding},
-    {"embedding_bag.padding_idx", 1, 0, WeightUse::embedding},
+    {"embedding_bag", 1, 0, WeightUse::embedding, {2, 6}},
+    {"embedding_bag.padding_idx", 1, 0, WeightUse::embedding, {2, 6}},
     {"conv1d", 0, 1, WeightUse::convolution},
     {"conv1d.padding", 0, 1, WeightUse::convolution},
     {"conv2d", 0, 1, WeightUse::convolution},
@@ -82,17 +84,22 @@ class Around final : public c10::OperatorKernel {
     const c10::IValue& weight = (*stack)[first + seam_.weight];
     const auto hooks = weight.isTensor() ? hooks_for(weight.toTensor(), seam_.use) : nullptr;
     if (!hooks) return op.callBoxed(*stack);
-    run(hooks->inputs, (*stack)[first + seam_.input]);
+    std::vector<c10::IValue*> inputs{&(*stack)[first + seam_.input]};
+    for (const size_t other : seam_.other_inputs) {
+      if (other != 0 && (*stack)[first + other].isTensor()) inputs.push_back(&(*stack)[first + other]);
+    }
+    run(hooks->inputs, inputs);
     op.callBoxed(*stack);
-    run(hooks->outputs, (*stack)[stack->size() - op.schema().returns().size()]);
+    run(hooks->outputs, {&(*stack)[stack->size() - op.schema().returns().size()]});
   }
 
  private:
-  static void run(const std::vector<TensorsHook>& hooks, c10::IValue& value) {
+  static void run(const std::vector<TensorsHook>& hooks, const std::vector<c10::IValue*>& values) {
     if (hooks.empty()) return;
-    std::vector<at::Tensor> tensors{std::move(value).toTensor()};
+    std::vector<at::Tensor> tensors;
+    for (c10::IValue* value : values) tensors.push_back(std::move(*value).toTensor());
     for (const TensorsHook& hook : hooks) hook(tensors);
-    value = std::move(tensors.at(0));
+    for (const size_t i : c10::irange(values.size())) *values[i] = std::move(tensors.at(i));
   }
 
   const Seam seam_;

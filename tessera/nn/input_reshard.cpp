@@ -22,18 +22,18 @@ class Reshard final : public torch::autograd::SavedVariableHooks {
     if (!DTensor::is_dtensor(tensor) || tensor.dim() < 2 || tensor.dim() <= dim_) return;
     const DTensor distributed(tensor);
     if (distributed.device_mesh() != mesh_ || !distributed.placements()[mesh_dim_].is_replicate()) return;
-    // A cut of its own, not a view that would keep the whole alive.
-    kept_ = placed(distributed, Shard(dim_)).clone();
-    is_cut_ = true;
+    // A copy: a view would keep the unsharded tensor alive.
+    kept_ = redistributed(distributed, Shard(dim_)).clone();
+    is_sharded_ = true;
   }
 
   at::Tensor call_unpack_hook() override {
     const at::NoGradGuard no_grad;
-    return is_cut_ ? placed(DTensor(kept_), Replicate()) : kept_;
+    return is_sharded_ ? redistributed(DTensor(kept_), Replicate()) : kept_;
   }
 
  private:
-  at::Tensor placed(const DTensor& tensor, const Placement& placement) const {
+  at::Tensor redistributed(const DTensor& tensor, const Placement& placement) const {
     Placements placements = tensor.placements();
     placements[mesh_dim_] = placement;
     return tensor.redistribute(std::move(placements));
@@ -42,7 +42,7 @@ class Reshard final : public torch::autograd::SavedVariableHooks {
   const DeviceMesh mesh_;
   const int64_t mesh_dim_, dim_;
   at::Tensor kept_;
-  bool is_cut_ = false;
+  bool is_sharded_ = false;
 };
 
 /// libtorch asks its engine what to do with what is saved. This one answers, and leaves all else to the

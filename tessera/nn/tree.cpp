@@ -155,7 +155,7 @@ Tree::Tree(torch::nn::Module& root) : scope_(this) { add(root, ""); }
 Tree::~Tree() = default;
 
 void Tree::add(torch::nn::Module& module, const std::string& name) {
-  if (!names_.emplace(&module, name).second) return;  // a module may be in several places
+  if (!names_.emplace(&module, name).second) return;  // a module may be a child of several
   for (at::Tensor* handle : handles_of(module)) {
     if (handle->defined()) handles_[handle->unsafeGetTensorImpl()].push_back(handle);
   }

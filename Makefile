@@ -2,10 +2,14 @@
 BUILD ?= build
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
+# Python that is formatted by ruff, besides being linted.
+PYTHON = bench scripts/check_layers python/op_db python/validate
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
 .PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format install \
   asan ubsan tsan clean
+
+SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
 
 # In tests, every local tensor is checked to lie in memory as its spec says, and new memory is filled with NaN.
 CHECKS = TESSERA_CHECK_LAYOUT=1 TESSERA_FILL_MEMORY=1
@@ -23,7 +27,7 @@ help:
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
-	@echo 'make lint      check formatting, scripts and the order of the layers'
+	@echo 'make lint      check formatting, Python (ruff), scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
@@ -105,8 +109,10 @@ operators: build
 lint:
 	@scripts/setup >/dev/null
 	@clang-format --dry-run -Werror $(SOURCES)
-	@shellcheck scripts/setup .ci/run tests/install/run tests/install/wheel
+	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet . && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
+	  .venv/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no .venv, so Python is not linted.'; fi
 
 tidy: build
 	@command -v clang-tidy >/dev/null || { echo 'clang-tidy is missing: apt-get install clang-tidy'; exit 1; }
@@ -115,6 +121,7 @@ tidy: build
 format:
 	@scripts/setup >/dev/null
 	@clang-format -i $(SOURCES)
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet --select I --fix $(PYTHON) && .venv/bin/ruff format --quiet $(PYTHON); fi
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)

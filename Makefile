@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = bench scripts/check_layers python/op_db python/validate
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -32,6 +32,7 @@ help:
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
 	@echo 'make format    format all sources'
+	@echo 'make docs      make the API reference from the headers, into $(BUILD)/docs'
 	@echo 'make install   install into PREFIX ($(PREFIX))'
 	@echo 'make clean     remove what was built'
 	@echo
@@ -122,6 +123,12 @@ format:
 	@scripts/setup >/dev/null
 	@clang-format -i $(SOURCES)
 	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet --select I --fix $(PYTHON) && .venv/bin/ruff format --quiet $(PYTHON); fi
+
+docs:
+	@scripts/setup >/dev/null
+	@mkdir -p $(BUILD)/docs
+	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs'; } | doxygen -
+	@echo 'The reference is in $(BUILD)/docs/html/index.html.'
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)

@@ -112,12 +112,14 @@ lint:
 	@clang-format --dry-run -Werror $(SOURCES)
 	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
-	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet . && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet . $(PYTHON) && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
 	  .venv/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no .venv, so Python is not linted.'; fi
 
-tidy: build
+# clang-tidy looks at each source alone, and cannot read gcc's precompiled headers.
+tidy:
+	$(call configure,build-tidy,-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DTESSERA_UNITY_BUILD=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCCACHE=OFF)
 	@command -v clang-tidy >/dev/null || { echo 'clang-tidy is missing: apt-get install clang-tidy'; exit 1; }
-	@clang-tidy --quiet -p $(BUILD) $(filter %.cpp,$(SOURCES))
+	@clang-tidy --quiet -p build-tidy $(filter %.cpp,$(SOURCES))
 
 format:
 	@scripts/setup >/dev/null
@@ -150,4 +152,4 @@ tsan:
 	@cd build-tsan && GTEST_FILTER="-Gloo*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
 
 clean:
-	@rm -rf $(BUILD) build-asan build-tsan build-wheel
+	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel

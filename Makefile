@@ -3,7 +3,7 @@ BUILD ?= build
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 # Python that is formatted by ruff, besides being linted.
-PYTHON = bench scripts/check_layers python/op_db python/validate
+PYTHON = bench scripts/check_layers scripts/extract_examples python/op_db python/validate
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
 .PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \

@@ -364,7 +364,7 @@ REFUSED = {
 @on_ranks()
 def test_what_one_device_refuses(name):
     """On every rank, with the same error, however often."""
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         REFUSED[name](values(8, 3))
     for mesh in meshes():
         for placements in placements_of(values(8, 3), mesh, partial=False):
@@ -382,7 +382,7 @@ def test_indices_out_of_range(operator):
     mesh = meshes()[0]
     index = torch.full((8, 3), 9) if operator in ("gather", "scatter_add") else torch.full((8,), 9)
     arguments = [] if operator in ("gather", "index_select") else [values(8, 3)]
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         getattr(values(8, 3), operator)(0, index, *arguments)
     x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
     with pytest.raises(expected.type, match="range|bounds"), implicit_replication():

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import tessera
 from models import MLP, filled
 from ranks import Collectives, assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh

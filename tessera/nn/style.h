@@ -135,9 +135,8 @@ struct ParallelizeOptions {
 /// Applies styles to a module's submodules, in the module itself. What the plan does not name is left alone
 /// (`replicate` and `distribute_module` see to it). A name that matches nothing is an error.
 ///
-///   parallelize_module(*model, mesh, {{"blocks.*.up", ColwiseParallel()}, {"blocks.*.down",
-///   RowwiseParallel()}},
-///                      {.dim = "tp"});
+///     parallelize_module(*model, mesh, {{"blocks.*.up", ColwiseParallel()},
+///                                       {"blocks.*.down", RowwiseParallel()}}, {.dim = "tp"});
 TESSERA_API void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh,
                                     const ParallelPlan& plan, const ParallelizeOptions& options = {});
 TESSERA_API void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh,

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 

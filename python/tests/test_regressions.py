@@ -302,6 +302,9 @@ DRAWS = {
     "random dtype": lambda x: x.cfloat().random_(),
     "bernoulli dtype": lambda x: torch.bernoulli(x.long()),
     "bernoulli into complex": lambda x: x.cfloat().bernoulli_(torch.full_like(x, 0.5)),
+    "rrelu dtype": lambda x: F.rrelu(x.half(), training=True),
+    "normal of complex deviations": lambda x: torch.normal(x, x.cfloat()),
+    "dropout of complex numbers": lambda x: F.dropout(x.cfloat()),
 }
 
 
@@ -357,7 +360,58 @@ REFUSED = {
     "an output of another dtype": lambda x: torch.aminmax(x, dim=0, out=(x[0].double(), x[0].double())),
     "a range the other way round": lambda x: x.clone().uniform_(2, 1),
     "erfinv, on ranks that hold nothing": lambda x: torch.complex(x, x)[:2].erfinv(),
+    "a product of two dtypes": lambda x: torch.bmm(x[None], x[None].double().mT),
+    "a convolution of two dtypes": lambda x: F.conv1d(x[None], x[None].long()),
+    "batch_norm of two dtypes": lambda x: F.batch_norm(x.double(), None, None, x[0], training=True),
+    "bincount of floats": lambda x: x.flatten().half().bincount(),
+    "a histogram of bfloat16": lambda x: x.bfloat16().histogram(4),
+    "fewer than none": lambda x: x.topk(-1, 0),
 }
+
+
+@on_ranks()
+def test_a_scalar_is_not_scattered_into_a_diagonal():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(4, 4), mesh, [Shard(0)] * mesh.ndim)
+        with pytest.raises(RuntimeError, match="expected a source of the sizes"):
+            x.diagonal_scatter(x[0, 0])
+
+
+SEEN_BY_ONE = {
+    "gather": lambda x, index: x.gather(1, index),
+    "scatter": lambda x, index: x.scatter(1, index, 1.0),
+    "scatter_add": lambda x, index: x.scatter_add(1, index, x),
+    "index_select": lambda x, index: x.index_select(0, index[:, 0]),
+    "take": lambda x, index: x.take(index + 90),
+    "index": lambda x, index: x[index[:, 0]],
+    "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_BY_ONE)
+@on_ranks()
+def test_what_one_rank_alone_sees_is_refused_by_all(name):
+    whole = torch.zeros(8, 3, dtype=torch.int64)
+    whole[7] = 9
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        SEEN_BY_ONE[name](values(8, 3), whole)
+    for mesh in meshes():
+        index = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        for placement in (Replicate(), Shard(0)):
+            x = tessera.distribute_tensor(values(8, 3), mesh, [placement] * mesh.ndim)
+            with pytest.raises(expected.type):
+                SEEN_BY_ONE[name](x, index)
+            assert_whole(x + 1, values(8, 3) + 1)  # the ranks are in step
+
+
+@on_ranks()
+def test_an_index_is_looked_at_by_ranks_that_hold_nothing():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(2, 3), mesh, [Shard(0)] * mesh.ndim)
+        for index in ([0, 9], [0, -9]):
+            with pytest.raises(IndexError):
+                x[:, index]
+        assert_whole(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -66,14 +66,16 @@ struct Way {
 
 /// How to carry out calls with one key.
 struct Recipe {
-  std::vector<Spec> inputs;   // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;       // else on replicas
-  rules::Decision decision;   // by_rule
-  bool is_special = false;    // by_rule: see there
-  bool in_doubt = false;      // on replicas, as the operator may refuse arguments that need not be in the key
-  std::vector<Way> ways;      // of each input
-  std::vector<Spec> outputs;  // of the last call, likely to be those of the next
-  std::vector<int64_t> offsets;  // by_rule, of an operator that returns views: see view_offsets
+  std::vector<Spec> inputs;  // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;      // else on replicas
+  rules::Decision decision;  // by_rule
+  bool is_special = false;   // by_rule: see there
+  bool in_doubt = false;     // on replicas, as the operator may refuse arguments that need not be in the key
+  bool asks_dtypes = false;  // by_rule, on this rank: see check_dtypes_as_first_rank
+  bool refuses_together = false;  // by_rule: see compute_or_refuse_together
+  std::vector<Way> ways;          // of each input
+  std::vector<Spec> outputs;      // of the last call, likely to be those of the next
+  std::vector<int64_t> offsets;   // by_rule, of an operator that returns views: see view_offsets
 };
 
 std::atomic<size_t> cache_capacity{4096};
@@ -324,11 +326,22 @@ class OperatorCall {
       values_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     if (kernel_.has_views_ && !recipe_->by_rule) [[unlikely]]
       recipe_->offsets = view_offsets();
+    if (recipe_->asks_dtypes) [[unlikely]] {
+      check_dtypes_as_first_rank(op_, given_arguments(), decision.inputs);
+      recipe_->asks_dtypes = false;
+    }
     for (const auto& [position, value] : decision.local.arguments) argument(position) = value;
     substitute();
     if (kernel_.is_random_ && !recipe_->by_rule && kernel_.generator_) [[unlikely]]
       seed(argument(*kernel_.generator_));
-    decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    const auto compute = [&] {
+      decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
+    };
+    if (recipe_->refuses_together) [[unlikely]] {
+      compute_or_refuse_together(kernel_.name_, mesh(), compute);
+    } else {
+      compute();
+    }
     if (decision.local.sized) [[unlikely]]
       take_shapes();
     for (const size_t i : c10::irange(arguments_.size())) {
@@ -598,13 +611,16 @@ class OperatorCall {
   Recipe make_recipe() {
     Recipe recipe;
     for (const Argument& argument : arguments_) recipe.inputs.push_back(argument.spec());
-    auto decided = decide();
-    recipe.in_doubt = decided && may_refuse(*decided);
+    auto decided = decide_or_doubt(recipe.in_doubt);
+    if (decided) recipe.in_doubt = may_refuse(*decided);
     if (decided && !recipe.in_doubt) {
       recipe.by_rule = true;
       recipe.decision = *std::move(decided);
       recipe.is_special = recipe.decision.is_special();
       if (recipe.decision.decompose) return recipe;
+      recipe.asks_dtypes = !recipe.decision.has_local && !kernel_.is_random_ &&
+                           may_refuse_dtypes_elsewhere(recipe.decision.inputs);
+      recipe.refuses_together = sees_different_values(recipe.decision);
     } else {
       check_one_mesh();
     }
@@ -641,46 +657,55 @@ class OperatorCall {
     return result;
   }
 
-  /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
-  /// some rank may have nothing to compute. The same on all ranks.
+  /// Whether the operator may refuse what is computed in its place. The same on all ranks.
   bool may_refuse(const rules::Decision& decision) const {
     const rules::Rule& rule = *resolved_.rule;
-    // Random numbers would be others on replicas; their rules check what they are told.
-    if (rule.itemwise || kernel_.is_random_) return false;
-    const bool replaces = decision.has_local || decision.decompose;
-    if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
-    if (may_refuse_dtype(rule.family)) return true;
+    if (rule.itemwise || !(decision.has_local || decision.decompose)) return false;
+    std::vector<at::ScalarType> dtypes;
+    for (const Argument& each : arguments_) dtypes.push_back(each.spec().dtype());
+    if (rule.may_refuse_dtypes && rule.may_refuse_dtypes(dtypes)) return true;
+    const Stack all = given_arguments();
+    if (kernel_.is_random_) {
+      // On replicas the numbers would be others, so that doubts do not count.
+      if (rule.can_be_tried && kernel_.generator_) check_dtypes(op_, all);
+      return false;
+    }
+    return may_refuse_shapes(op_, all) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+  }
+
+  /// Whether some ranks alone may see values that the operator refuses: they hold different elements of
+  /// these, or some hold nothing and do not look. The same on all ranks.
+  bool sees_different_values(const rules::Decision& decision) const {
+    const auto& names = resolved_.rule->checks_values_of;
+    if (names.empty() || decision.local.communicates || !arguments_[0].tensor.is_cpu()) return false;
+    if (holds_nothing_somewhere(decision.inputs)) return true;
+    for (const size_t i : c10::irange(arguments_.size())) {
+      if (decision.inputs[i].is_sharded() &&
+          std::find(names.begin(), names.end(), name_of(arguments_[i].position)) != names.end())
+        return true;
+    }
+    return false;
+  }
+
+  /// Those of the call, before the distributed tensors among them are replaced.
+  Stack given_arguments() const {
     Stack all(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     for (const Argument& each : arguments_) {
       if (!each.in_list) all[each.position] = each.tensor;
     }
-    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+    return all;
   }
 
-  /// Of families whose kernels cannot be tried.
-  bool may_refuse_dtype(std::string_view family) const {
-    const at::ScalarType dtype = arguments_[0].spec().dtype();
-    const auto is = [&](auto... names) { return ((family == names) || ...); };
-    if (is("matmul")) return dtype == at::kBool;
-    if (is("linalg"))
-      return dtype != at::kFloat && dtype != at::kDouble && dtype != at::kComplexFloat &&
-             dtype != at::kComplexDouble;
-    if (is("interpolate") && dtype == at::kByte) return false;
-    // CPUs lack some kernels of the smaller types.
-    const auto is_named = [&](const char* part) { return kernel_.name_.find(part) != std::string::npos; };
-    if (at::isReducedFloatingType(dtype) && (is_named("_aa") || is_named("avg_pool3d"))) return true;
-    return is("convolution", "pooling", "spatial", "interpolate", "normalize", "loss", "attention") &&
-           !at::isFloatingType(dtype);
-  }
-
-  /// Whether every rank holds as much of each dim.
-  static bool is_even(const Spec& spec) {
-    std::vector<int64_t> parts(spec.ndim(), 1);
-    for (const size_t m : c10::irange(spec.placements().size())) {
-      if (spec.placement(m).is_shard_like()) parts[spec.placement(m).dim()] *= spec.mesh().shape()[m];
+  /// `in_doubt`: set where a rule of ours stumbles over an argument, of which the operator itself then says
+  /// what is wrong.
+  std::optional<rules::Decision> decide_or_doubt(bool& in_doubt) {
+    try {
+      return decide();
+    } catch (const c10::ValueError&) {
+      if (resolved_.rule->family.empty()) throw;
+      in_doubt = true;
+      return std::nullopt;
     }
-    return std::equal(parts.begin(), parts.end(), spec.shape().begin(),
-                      [](int64_t count, int64_t size) { return size % count == 0; });
   }
 
   std::optional<rules::Decision> decide() {

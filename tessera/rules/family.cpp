@@ -13,6 +13,16 @@ Table tried(Table table) {
   return table;
 }
 
+bool not_floating(Dtypes dtypes) { return !at::isFloatingType(dtypes[0]); }
+
+bool different_floats(Dtypes dtypes) {
+  return std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) {
+    return each != dtypes[0] && !at::isIntegralType(each, /*includeBool=*/true);
+  });
+}
+
+bool not_one_float(Dtypes dtypes) { return not_floating(dtypes) || different_floats(dtypes); }
+
 int64_t wrapped(int64_t dim, int64_t ndim) { return at::maybe_wrap_dim(dim, ndim); }
 
 Shape wrapped(Shape dims, int64_t ndim) {

@@ -41,6 +41,14 @@ Table list_rules();
 /// The same rules, of operators that can all be tried.
 Table tried(Table table);
 
+/// Dtypes of the tensors of a call, in order.
+using Dtypes = c10::ArrayRef<at::ScalarType>;
+
+/// What operators may refuse.
+bool not_floating(Dtypes dtypes);      // the first
+bool different_floats(Dtypes dtypes);  // beside integers
+bool not_one_float(Dtypes dtypes);     // either
+
 /// Norms over all dims or some; `order`: the name of the argument that is p.
 Rule norm_rule(const std::string& order);
 

@@ -240,7 +240,7 @@ std::optional<Proposal> multinomial(const Call& call) {
 }  // namespace
 
 Table random_rules() {
-  return {
+  return tried({
       {{"uniform", "rand_like", "rand_like.generator", "rand.out", "rand.generator_out"}, fills(uniform)},
       {{"normal_", "normal_functional", "randn_like", "randn_like.generator", "randn.out",
         "randn.generator_out", "normal.float_float_out"},
@@ -268,7 +268,7 @@ Table random_rules() {
       {{"rrelu_with_noise"}, random_rule("pointwise; drawn by each rank for what it holds", rrelu)},
       {{"multinomial"},
        random_rule("rows cut; drawn by each rank for what it holds", multinomial, {"num_samples"})},
-  };
+  });
 }
 
 }  // namespace tessera::rules

@@ -367,47 +367,51 @@ Stack histogram_density(const c10::OperatorHandle& op, Stack arguments) {
 enum class Histogram { elements, rows, edges_of_rows };
 
 Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
-  return {kind == Histogram::edges_of_rows
-              ? "rows cut; between bounds that are given, or found by one reduction"
-              : "cut: P(sum), between bounds that are given, or found by one reduction",
-          [kind](const Call& call) -> std::optional<Proposal> {
-            const auto self = call.tensor("self"), weight = call.tensor("weight");
-            if (!self) return std::nullopt;
-            const Spec& x = call.tensors[*self];
-            const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
-            if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
-            Proposal proposal;
-            const bool is_cut = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
-            if (counts && call.flag("density")) {
-              if (is_cut) proposal.decompose = histogram_density;
-              return proposal;
-            }
-            Placements outputs{counts ? Partial() : Replicate()};
-            if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
-            for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
-              Row row{Placements(call.tensors.size(), Replicate()), outputs};
-              row.inputs[*self] = Shard(dim);
-              if (weight) row.inputs[*weight] = Shard(dim);
-              proposal.rows.push_back(std::move(row));
-            }
-            const auto range = call.position("range");
-            if (!range || call.has("range")) return proposal;
-            proposal.localize = [=, number = *self](const Chosen& chosen) {
-              Local local;
-              const Spec& x = chosen.inputs[number];
-              const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
-              if (mesh_dims.empty()) return local;
-              local.communicates = true;
-              local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-                const at::Tensor held = arguments[0].toTensor();
-                arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
-                return call_operator(op, std::move(arguments));
+  Rule rule{kind == Histogram::edges_of_rows
+                ? "rows cut; between bounds that are given, or found by one reduction"
+                : "cut: P(sum), between bounds that are given, or found by one reduction",
+            [kind](const Call& call) -> std::optional<Proposal> {
+              const auto self = call.tensor("self"), weight = call.tensor("weight");
+              if (!self) return std::nullopt;
+              const Spec& x = call.tensors[*self];
+              const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
+              if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
+              Proposal proposal;
+              const bool is_cut = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
+              if (counts && call.flag("density")) {
+                if (is_cut) proposal.decompose = histogram_density;
+                return proposal;
+              }
+              Placements outputs{counts ? Partial() : Replicate()};
+              if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
+              for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
+                Row row{Placements(call.tensors.size(), Replicate()), outputs};
+                row.inputs[*self] = Shard(dim);
+                if (weight) row.inputs[*weight] = Shard(dim);
+                proposal.rows.push_back(std::move(row));
+              }
+              const auto range = call.position("range");
+              if (!range || call.has("range")) return proposal;
+              proposal.localize = [=, number = *self](const Chosen& chosen) {
+                Local local;
+                const Spec& x = chosen.inputs[number];
+                const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
+                if (mesh_dims.empty()) return local;
+                local.communicates = true;
+                local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+                  const at::Tensor held = arguments[0].toTensor();
+                  arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
+                  return call_operator(op, std::move(arguments));
+                };
+                return local;
               };
-              return local;
-            };
-            return proposal;
-          },
-          std::move(reads)};
+              return proposal;
+            },
+            std::move(reads)};
+  rule.may_refuse_dtypes = [](Dtypes dtypes) {
+    return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
+  };
+  return rule;
 }
 
 /// How often each number occurs; how many there are, all have to know.
@@ -523,7 +527,7 @@ Table reduce_rules() {
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, whole_dim()},
       {{"trace"}, {"cut: P(sum), with the diagonal of what a rank holds", trace}},
   });
-  const Table counts{
+  const Table counts = tried({
       {{"histc"},
        {"cut: P(sum), between bounds that are given, or found by min and max",
         histogram,
@@ -533,10 +537,12 @@ Table reduce_rules() {
       {{"_histogramdd_bin_edges"}, histogram_rule(Histogram::edges_of_rows, {"range"})},
       {{"_histogramdd_from_bin_cts"}, histogram_rule(Histogram::rows, {"range", "density"})},
       {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
-      {{"segment_reduce", "_segment_reduce_backward"}, {"the segmented dim whole", segments, {"axis"}}},
       {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
-  };
+  });
   all.insert(all.end(), counts.begin(), counts.end());
+  Rule segmented{"the segmented dim whole", segments, {"axis"}};
+  segmented.checks_values_of = {"lengths", "offsets"};
+  all.push_back({{"segment_reduce", "_segment_reduce_backward"}, std::move(segmented)});
   return all;
 }
 

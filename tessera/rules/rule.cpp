@@ -15,6 +15,26 @@ bool is_one_of(std::string_view name, std::initializer_list<std::string_view> na
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+bool differ(Dtypes dtypes) {
+  return std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) { return each != dtypes[0]; });
+}
+
+// Dtypes that the operators of a family may refuse.
+bool no_products(Dtypes dtypes) { return dtypes[0] == at::kBool || differ(dtypes); }
+bool no_convolution(Dtypes dtypes) { return not_floating(dtypes) || differ(dtypes); }
+bool no_image(Dtypes dtypes) { return dtypes[0] != at::kByte && not_one_float(dtypes); }
+/// Small floats may have parameters of floats.
+bool no_norm(Dtypes dtypes) {
+  const bool takes_float = at::isReducedFloatingType(dtypes[0]);
+  return not_floating(dtypes) || std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) {
+           return each != dtypes[0] && !(takes_float && each == at::kFloat);
+         });
+}
+bool not_of_lapack(Dtypes dtypes) {
+  const at::ScalarType dtype = at::toRealValueType(dtypes[0]);
+  return (dtype != at::kFloat && dtype != at::kDouble) || different_floats(dtypes);
+}
+
 /// Rules by name. One that was replaced stays in memory, as calls under way may still use it.
 class Registry {
  public:
@@ -42,21 +62,37 @@ class Registry {
 
  private:
   Registry() {
-    const std::pair<const char*, Table (*)()> tables[] = {
-        {"pointwise", pointwise_rules}, {"matmul", matmul_rules},
-        {"reduce", reduce_rules},       {"normalize", normalize_rules},
-        {"loss", loss_rules},           {"embedding", embedding_rules},
-        {"attention", attention_rules}, {"convolution", convolution_rules},
-        {"pooling", pooling_rules},     {"interpolate", interpolate_rules},
-        {"spatial", spatial_rules},     {"view", view_rules},
-        {"join", join_rules},           {"index", index_rules},
-        {"select", select_rules},       {"sort", sort_rules},
-        {"scan", scan_rules},           {"factory", factory_rules},
-        {"list", list_rules},           {"linalg", linalg_rules},
-        {"random", random_rules}};
-    for (const auto& [family, table] : tables) {
+    struct Family {
+      const char* name;
+      Table (*rules)();
+      bool (*may_refuse_dtypes)(Dtypes) = nullptr;
+    };
+    const Family families[] = {{"pointwise", pointwise_rules},
+                               {"matmul", matmul_rules, no_products},
+                               {"reduce", reduce_rules},
+                               {"normalize", normalize_rules, no_norm},
+                               {"loss", loss_rules, not_one_float},
+                               {"embedding", embedding_rules},
+                               {"attention", attention_rules, not_one_float},
+                               {"convolution", convolution_rules, no_convolution},
+                               {"pooling", pooling_rules, not_one_float},
+                               {"interpolate", interpolate_rules, no_image},
+                               {"spatial", spatial_rules, not_one_float},
+                               {"view", view_rules},
+                               {"join", join_rules},
+                               {"index", index_rules},
+                               {"select", select_rules},
+                               {"sort", sort_rules},
+                               {"scan", scan_rules},
+                               {"factory", factory_rules},
+                               {"list", list_rules},
+                               {"linalg", linalg_rules, not_of_lapack},
+                               {"random", random_rules}};
+    for (const auto& [family, table, may_refuse_dtypes] : families) {
       for (Entry& entry : table()) {
         entry.rule.family = family;
+        if (!entry.rule.may_refuse_dtypes) entry.rule.may_refuse_dtypes = may_refuse_dtypes;
+        if (entry.rule.family == "index") entry.rule.checks_values_of = {"index", "indices"};
         // Their kernels go through TensorIterator or BLAS, which take any strides.
         entry.rule.takes_slices = is_one_of(entry.rule.family, {"pointwise", "matmul"});
         entry.rule.keeps_memory_format |=

@@ -334,6 +334,20 @@ def test_what_is_moved_is_not_autocast():
 
 
 @on_ranks()
+def test_what_operators_are_computed_by_is_not_autocast():
+    """Libtorch casts the arguments of baddbmm, but not where it writes into a tensor, as the functional operator is called for here."""
+    whole = values(2, 3, 3)
+    for mesh in meshes():
+        x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = torch.zeros_like(x)
+            torch.baddbmm(x, x, x, out=out)
+            assert_whole(out, torch.baddbmm(whole, whole, whole, out=torch.zeros_like(whole)))
+            with pytest.raises(RuntimeError, match="dtype"):
+                torch.baddbmm(x, x, x, out=out.bfloat16())
+
+
+@on_ranks()
 def test_as_strided_of_expanded_tensors():
     for mesh in meshes():
         for placements in placements_of(values(1, 20), mesh):

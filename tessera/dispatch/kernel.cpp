@@ -283,10 +283,14 @@ class OperatorCall {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (kernel_.reallocates_ && run_reallocation()) [[unlikely]]
       return;
-    if ((kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional()) [[unlikely]]
-      return run_functional();
-    if (kernel_.is_composite_) [[unlikely]]
+    const bool by_functional =
+        (kernel_.has_out_ || kernel_.reshapes_in_place_) && kernel_.functional() != nullptr;
+    if (kernel_.is_composite_ && !by_functional) [[unlikely]]
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+    // The arguments are cast already. What is computed of them here is not to be cast again.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    if (by_functional) [[unlikely]]
+      return run_functional();
     if (kernel_.is_as_strided_) [[unlikely]]
       offset_from_self();
     if (kernel_.is_cast_) [[unlikely]]

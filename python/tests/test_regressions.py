@@ -428,6 +428,38 @@ def test_an_index_is_looked_at_by_ranks_that_hold_nothing():
         assert_whole(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
 
 
+DOUBLE_GRADIENTS = {
+    "abs": torch.abs,
+    "l1_loss": lambda x: F.l1_loss(x, x.detach() * 0.5, reduction="none"),
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, 1),
+    "cumprod with zeros": lambda x: torch.cumprod(x * (x > 0), 0),
+    "cumprod of a complex number": lambda x: torch.cumprod(torch.complex(x * (x > 0), x * (x > 0)), 1).abs(),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE_GRADIENTS)
+@on_ranks()
+def test_double_gradients_are_distributed(name):
+    def gradients(x):
+        (first,) = torch.autograd.grad(DOUBLE_GRADIENTS[name](x).sum(), x, create_graph=True)
+        return first, torch.autograd.grad((first * x).sum(), x)[0]
+
+    expected = gradients(values(5, 3, dtype=torch.float64).requires_grad_())
+    for mesh in meshes():
+        for placements in placements_of(values(5, 3), mesh, partial=False):
+            x = tessera.distribute_tensor(values(5, 3, dtype=torch.float64), mesh, placements).requires_grad_()
+            for found, each in zip(gradients(x), expected):
+                assert_whole(found.detach(), each.detach())
+
+
+@on_ranks()
+def test_the_gradient_of_sgn_is_distributed():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+        torch.sgn(x).sum().backward()
+        assert_whole(x.grad, torch.zeros(5, 3))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks()
 def test_what_one_device_refuses(name):

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -458,6 +459,48 @@ def test_the_gradient_of_sgn_is_distributed():
         x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
         torch.sgn(x).sum().backward()
         assert_whole(x.grad, torch.zeros(5, 3))
+
+
+TANGENTS = {
+    "mm": lambda x, w: x[0].mm(w),
+    "matmul": lambda x, w: x @ w,
+    "linear": lambda x, w: F.linear(x, w, w[0]),
+    "einsum": lambda x, w: torch.einsum("bij,jk->bik", x, w),
+    "index": lambda x, w: x[:, [0, 2]] * w[0],
+    "embedding": lambda x, w: F.embedding(torch.zeros_like(x[:, 0, 0], dtype=torch.int64), w) + x[:, 0],
+}
+
+
+@pytest.mark.parametrize("of_both", [False, True])
+@pytest.mark.parametrize("name", TANGENTS)
+@on_ranks()
+def test_forward_mode_of_products(name, of_both):
+    """Also where an argument has no tangent, for which libtorch makes plain zeros."""
+
+    def tangent(x, w, dx, dw):
+        with forward_ad.dual_level():
+            result = TANGENTS[name](forward_ad.make_dual(x, dx), forward_ad.make_dual(w, dw) if of_both else w)
+            return forward_ad.unpack_dual(result).tangent.detach().clone()
+
+    whole = [values(2, 4, 3), values(3, 3, seed=1), values(2, 4, 3, seed=2), values(3, 3, seed=3)]
+    expected = tangent(*whole)
+    for mesh in meshes():
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            for grad in (False, True):
+                given = [tessera.distribute_tensor(each, mesh, [placement] * mesh.ndim) for each in whole]
+                for each in given[:2]:
+                    each.requires_grad_(grad)
+                assert_whole(tangent(*given), expected)
+
+
+@on_ranks()
+def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
+    x, w, v = values(4, 3), values(3, 3, seed=1), values(4, 3, seed=2)
+    for mesh in meshes():
+        placed = [tessera.distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim) for each in (x, w, v)]
+        value, tangent = torch.func.jvp(lambda each: each.mm(placed[1]), (placed[0],), (placed[2],))
+        assert_whole(value, x.mm(w))
+        assert_whole(tangent, v.mm(w))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,6 +25,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -603,10 +604,17 @@ class OperatorCall {
   }
 
   /// A number, or the same on all ranks: because the user says so, because a formula of autograd made it
-  /// (zeros for a gradient that is not there), or because it is an index, as in x[[0, 2]].
+  /// (zeros for a gradient or a tangent that is not there), or because it is an index, as in x[[0, 2]].
   bool may_be_plain(size_t position, const at::Tensor& tensor) const {
     return tensor.dim() == 0 || kernel_.has_holes_[position] || implicit_replication() ||
-           torch::autograd::get_current_graph_task_id() != -1;
+           torch::autograd::get_current_graph_task_id() != -1 || is_missing_tangent(tensor);
+  }
+
+  /// Forward-mode AD makes these of one zero, expanded.
+  static bool is_missing_tangent(const at::Tensor& tensor) {
+    return std::all_of(tensor.strides().begin(), tensor.strides().end(),
+                       [](int64_t stride) { return stride == 0; }) &&
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   }
 
   // --- what to do

@@ -15,31 +15,6 @@ namespace tessera {
 
 namespace {
 
-/// Of families whose kernels cannot be tried.
-bool may_refuse_dtype(const OperatorInfo& info, std::string_view family, at::ScalarType dtype) {
-  const auto is = [&](auto... names) { return ((family == names) || ...); };
-  if (is("matmul")) return dtype == at::kBool;
-  if (is("linalg"))
-    return dtype != at::kFloat && dtype != at::kDouble && dtype != at::kComplexFloat &&
-           dtype != at::kComplexDouble;
-  if (is("interpolate") && dtype == at::kByte) return false;
-  // CPUs lack some kernels of the smaller types.
-  const auto is_named = [&](const char* part) { return info.name.find(part) != std::string::npos; };
-  if (at::isReducedFloatingType(dtype) && (is_named("_aa") || is_named("avg_pool3d"))) return true;
-  return is("convolution", "pooling", "spatial", "interpolate", "normalize", "loss", "attention") &&
-         !at::isFloatingType(dtype);
-}
-
-/// Whether every rank holds as much of each dim.
-bool is_even(const Spec& spec) {
-  std::vector<int64_t> parts(spec.ndim(), 1);
-  for (const size_t m : c10::irange(spec.placements().size())) {
-    if (spec.placement(m).is_shard_like()) parts[spec.placement(m).dim()] *= spec.mesh().shape()[m];
-  }
-  return std::equal(parts.begin(), parts.end(), spec.shape().begin(),
-                    [](int64_t count, int64_t size) { return size % count == 0; });
-}
-
 /// Makes one plan.
 class Planner {
  public:
@@ -50,13 +25,16 @@ class Planner {
     check();
     OpPlan plan;
     plan.inputs = call_.tensors;
-    auto chosen = writes_plain ? std::nullopt : choose_strategy();
-    plan.in_doubt = chosen && may_refuse(*chosen);
+    auto chosen = writes_plain ? std::nullopt : choose_or_doubt(plan.in_doubt);
+    if (chosen) plan.in_doubt = may_refuse(*chosen);
     if (chosen && !plan.in_doubt) {
       plan.by_rule = true;
       plan.strategy = *std::move(chosen);
       plan.is_special = plan.strategy.is_special();
       if (plan.strategy.decompose) return plan;
+      plan.asks_dtypes = !plan.strategy.has_local && !info_.is_random &&
+                         may_refuse_dtypes_elsewhere(plan.strategy.inputs);
+      plan.refuses_together = sees_different_values(plan.strategy);
     } else {
       check_one_mesh();
     }
@@ -114,18 +92,47 @@ class Planner {
     return strategy;
   }
 
-  /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
-  /// some rank may have nothing to compute. The same on all ranks.
+  /// `in_doubt`: set where a rule of ours stumbles over an argument, of which the operator itself then says
+  /// what is wrong.
+  std::optional<rules::ChosenStrategy> choose_or_doubt(bool& in_doubt) const {
+    try {
+      return choose_strategy();
+    } catch (const c10::ValueError&) {
+      if (resolved_.rule->family.empty()) throw;
+      in_doubt = true;
+      return std::nullopt;
+    }
+  }
+
+  /// Whether the operator may refuse what is computed in its place. The same on all ranks.
   bool may_refuse(const rules::ChosenStrategy& strategy) const {
     const rules::Rule& rule = *resolved_.rule;
-    // Random numbers would be others on replicas; their rules check what they are told.
-    if (rule.itemwise || info_.is_random) return false;
-    const bool replaces = strategy.has_local || strategy.decompose;
-    if (!replaces && std::all_of(strategy.inputs.begin(), strategy.inputs.end(), is_even)) return false;
-    if (may_refuse_dtype(info_, rule.family, call_.tensors[0].dtype())) return true;
+    if (rule.itemwise || !(strategy.has_local || strategy.decompose)) return false;
+    std::vector<at::ScalarType> dtypes;
+    for (const Spec& spec : call_.tensors) dtypes.push_back(spec.dtype());
+    if (rule.may_refuse_dtypes && rule.may_refuse_dtypes(dtypes)) return true;
     const Stack all = call_.arguments.vec();
-    return (replaces && may_refuse_shapes(info_.op, all)) ||
-           (rule.can_be_tried && may_refuse_dtypes(info_.op, all));
+    if (info_.is_random) {
+      // In the replicated fallback the random values would be others, so that doubts do not count.
+      if (rule.can_be_tried && info_.generator) check_dtypes(info_.op, all);
+      return false;
+    }
+    return may_refuse_shapes(info_.op, all) || (rule.can_be_tried && may_refuse_dtypes(info_.op, all));
+  }
+
+  /// Whether some ranks alone may see values that the operator refuses: they hold different elements of
+  /// these, or some hold nothing and do not look. The same on all ranks.
+  bool sees_different_values(const rules::ChosenStrategy& strategy) const {
+    const auto& names = resolved_.rule->checks_values_of;
+    const bool on_cpu = call_.tensors[0].mesh().device_type() == at::kCPU;
+    if (names.empty() || strategy.local.communicates || !on_cpu) return false;
+    if (holds_nothing_somewhere(strategy.inputs)) return true;
+    for (const size_t i : c10::irange(call_.tensors.size())) {
+      if (strategy.inputs[i].is_sharded() &&
+          std::find(names.begin(), names.end(), call_.name_of(i)) != names.end())
+        return true;
+    }
+    return false;
   }
 
   void add_route(OpPlan& plan, size_t index) const {

@@ -6,6 +6,7 @@
 #include <tessera/dispatch/op_plan.h>
 #include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/dispatch/operator_call.h>
+#include <tessera/dispatch/refusal.h>
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
@@ -61,13 +62,16 @@ class OperatorCall {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (info_.reallocates && run_reallocation(info_, arguments_)) [[unlikely]]
       return;
-    if ((info_.has_out || info_.reshapes_in_place) && info_.functional()) [[unlikely]] {
+    const bool by_functional = (info_.has_out || info_.reshapes_in_place) && info_.functional();
+    if (info_.is_composite && !by_functional) [[unlikely]]
+      return info_.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+    // The arguments are cast already. What is computed of them here must not be cast again.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    if (by_functional) [[unlikely]] {
       if (run_functional(info_, arguments_)) return;
       arguments_.collect();
       return run_collected();
     }
-    if (info_.is_composite) [[unlikely]]
-      return info_.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     if (info_.is_as_strided) [[unlikely]]
       offset_from_self(info_, arguments_);
     if (info_.is_cast) [[unlikely]]
@@ -106,11 +110,22 @@ class OperatorCall {
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
           view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
+    if (plan_->asks_dtypes) [[unlikely]] {
+      check_dtypes_as_first_rank(info_.op, arguments_.with_tensors(), strategy.inputs);
+      plan_->asks_dtypes = false;
+    }
     for (const auto& [position, value] : strategy.local.arguments) arguments_[position] = value;
     arguments_.substitute_locals();
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
-    strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
+    const auto compute = [&] {
+      strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
+    };
+    if (plan_->refuses_together) [[unlikely]] {
+      compute_or_refuse_together(info_.name, mesh(), compute);
+    } else {
+      compute();
+    }
     if (strategy.local.sized) [[unlikely]]
       take_shapes();
     for (const size_t i : c10::irange(distributed().size())) {

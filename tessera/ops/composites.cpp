@@ -186,6 +186,8 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
   if (!train || p == 0 || input.numel() == 0) return input;
+  TESSERA_CHECK_AS(c10::NotImplementedError, !input.is_complex() || p == 1, "dropout: not implemented for ",
+                   input.scalar_type(), ".");
   return std::get<0>(at::native_dropout(input, p, true));
 }
 

@@ -49,6 +49,14 @@ Table tried(Table table);
 /// The same rule, of an operator whose inputs LossParallel keeps from being gathered.
 Rule for_loss_parallel(Rule rule);
 
+/// Dtypes of the tensors of a call, in order.
+using Dtypes = c10::ArrayRef<at::ScalarType>;
+
+/// What operators may refuse.
+bool not_floating(Dtypes dtypes);      // the first
+bool different_floats(Dtypes dtypes);  // beside integers
+bool not_one_float(Dtypes dtypes);     // either
+
 /// Norms over all dims or some; `order`: the name of the argument that is p.
 Rule norm_rule(const std::string& order);
 

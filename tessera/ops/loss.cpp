@@ -261,7 +261,9 @@ std::optional<Strategies> sample_loss(const OpCall& call, bool backward) {
 }
 
 Rule sample_loss_rule(const char* text, bool backward) {
-  return {text, [backward](const OpCall& call) { return sample_loss(call, backward); }, {"reduction"}};
+  Rule rule{text, [backward](const OpCall& call) { return sample_loss(call, backward); }, {"reduction"}};
+  rule.checks_values_of = {"target"};
+  return rule;
 }
 
 /// The largest of the target lengths that all ranks have along some mesh dims. Collective.

@@ -443,6 +443,14 @@ Rule fractional_pool(int64_t inner) {
 
 }  // namespace
 
+/// Averages in three dims, of which CPUs lack kernels of the smaller floats.
+Rule of_large_floats(Rule rule) {
+  rule.may_refuse_dtypes = [](Dtypes dtypes) {
+    return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
+  };
+  return rule;
+}
+
 Table pooling_rules() {
   constexpr bool kForward = false, kBackward = true, kLinear = true, kAverages = true;
   return {
@@ -451,19 +459,20 @@ Table pooling_rules() {
       {{"max_pool2d_with_indices_backward"}, pool_rule(2, 1, kBackward, kLinear, max_backward)},
       {{"max_pool3d_with_indices_backward"}, pool_rule(3, 1, kBackward, kLinear, max_backward)},
       {{"avg_pool2d"}, pool_rule(2, 1, kForward, kLinear, avg_pool)},
-      {{"avg_pool3d"}, pool_rule(3, 1, kForward, kLinear, avg_pool)},
+      {{"avg_pool3d"}, of_large_floats(pool_rule(3, 1, kForward, kLinear, avg_pool))},
       {{"avg_pool2d_backward"}, pool_rule(2, 1, kBackward, kLinear, avg_pool_backward)},
-      {{"avg_pool3d_backward"}, pool_rule(3, 1, kBackward, kLinear, avg_pool_backward)},
+      {{"avg_pool3d_backward"}, of_large_floats(pool_rule(3, 1, kBackward, kLinear, avg_pool_backward))},
       {{"fractional_max_pool2d"}, fractional_pool(2)},
       {{"fractional_max_pool3d"}, fractional_pool(3)},
       {{"fractional_max_pool2d_backward"}, planes(2, 1, kBackward)},
       {{"fractional_max_pool3d_backward"}, planes(3, 1, kBackward)},
       {{"_adaptive_avg_pool2d"}, adaptive_rule(2, 1, kForward, kAverages, adaptive_avg_pool)},
-      {{"_adaptive_avg_pool3d"}, adaptive_rule(3, 1, kForward, kAverages, adaptive_avg_pool)},
+      {{"_adaptive_avg_pool3d"},
+       of_large_floats(adaptive_rule(3, 1, kForward, kAverages, adaptive_avg_pool))},
       {{"_adaptive_avg_pool2d_backward"},
        adaptive_rule(2, 1, kBackward, kAverages, adaptive_avg_pool_backward)},
       {{"_adaptive_avg_pool3d_backward"},
-       adaptive_rule(3, 1, kBackward, kAverages, adaptive_avg_pool_backward)},
+       of_large_floats(adaptive_rule(3, 1, kBackward, kAverages, adaptive_avg_pool_backward))},
       {{"adaptive_max_pool2d"}, adaptive_rule(2, 2, kForward, !kAverages, adaptive_max_pool)},
       {{"adaptive_max_pool3d"}, adaptive_rule(3, 2, kForward, !kAverages, adaptive_max_pool)},
       {{"adaptive_max_pool2d_backward"}, adaptive_rule(2, 1, kBackward, !kAverages, max_backward)},

@@ -179,7 +179,7 @@ Stack histogram_density(const c10::OperatorHandle& op, Stack arguments) {
 enum class Histogram { elements, rows, edges_of_rows };
 
 Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
-  return {kind == Histogram::edges_of_rows
+  Rule rule{kind == Histogram::edges_of_rows
               ? "rows cut; between bounds that are given, or found by one reduction"
               : "cut: P(sum), between bounds that are given, or found by one reduction",
           [kind](const OpCall& call) -> std::optional<Strategies> {
@@ -220,6 +220,10 @@ Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
             return strategies;
           },
           std::move(reads)};
+  rule.may_refuse_dtypes = [](Dtypes dtypes) {
+    return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
+  };
+  return rule;
 }
 
 /// How often each number occurs; how many there are, all have to know.
@@ -354,7 +358,7 @@ Table reduce_rules() {
         {},
         "a rank sums another diagonal of its local matrix"}},
   });
-  const Table counts{
+  const Table counts = tried({
       {{"histc"},
        {"cut: P(sum), between bounds that are given, or found by min and max",
         histogram,
@@ -364,10 +368,12 @@ Table reduce_rules() {
       {{"_histogramdd_bin_edges"}, histogram_rule(Histogram::edges_of_rows, {"range"})},
       {{"_histogramdd_from_bin_cts"}, histogram_rule(Histogram::rows, {"range", "density"})},
       {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
-      {{"segment_reduce", "_segment_reduce_backward"}, {"the segmented dim whole", segments, {"axis"}}},
       {{"bincount"}, {"cut: P(sum); how many there are by one reduction", bincount}},
-  };
+  });
   all.insert(all.end(), counts.begin(), counts.end());
+  Rule segmented{"the segmented dim unsharded", segments, {"axis"}};
+  segmented.checks_values_of = {"lengths", "offsets"};
+  all.push_back({{"segment_reduce", "_segment_reduce_backward"}, std::move(segmented)});
   return all;
 }
 

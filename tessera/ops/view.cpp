@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
@@ -582,7 +583,10 @@ std::optional<Strategies> scattered(const OpCall&, at::Tensor (*view)(const at::
   Strategies strategies;
   strategies.decompose = [view](const c10::OperatorHandle&, Stack arguments) {
     const at::Tensor result = at::clone(arguments[0].toTensor());
-    view(result, arguments).copy_(arguments[1].toTensor());
+    const at::Tensor target = view(result, arguments), &source = arguments[1].toTensor();
+    TESSERA_CHECK(source.sizes() == target.sizes(), "expected a source of the sizes ", target.sizes(),
+                  " that it is written to, got ", source.sizes(), ".");
+    target.copy_(source);
     return Stack{result};
   };
   return strategies;

@@ -400,6 +400,44 @@ TEST(ShardedGradients, WhatCannotWorkSaysSo) {
   });
 }
 
+TEST(ShardedGradients, BackwardTakesAShardedInput) {
+  on_ranks(2, [](int64_t rank) {
+    Recommender model;
+    shard_module(model, [] {
+      ShardingPlan plan;
+      plan.plan["items.weight"] = chunks(0, {0, 1}).clone();
+      return plan;
+    }());
+    const ShardedTensor weight(model.items->weight);
+    auto loss = [&] { return model.forward(rank).square().sum(); };
+    loss().backward();
+    const at::Tensor expected = weight.local_tensor().grad().clone();
+    model.zero_grad();
+    loss().backward({}, std::nullopt, false, std::vector<at::Tensor>{weight});
+    EXPECT_TRUE(weight.local_tensor().grad().equal(expected));
+    for (const at::Tensor& parameter : model.parameters()) {
+      if (!parameter.is_same(weight)) EXPECT_FALSE(parameter.grad().defined());
+    }
+    expect_error<c10::Error>([&] { torch::autograd::grad({loss()}, {weight}); }, {"grad", "local_tensors()"});
+    EXPECT_TRUE(torch::autograd::grad({loss()}, {weight.local_tensor()})[0].equal(expected));
+  });
+}
+
+TEST(ShardedGradients, BackwardTakesAllOfSeveralLocalShards) {
+  on_ranks(1, [](int64_t) {
+    const ShardedTensor weight = ones(chunks(0, {0, 0}), {4, 2});
+    at::Tensor(weight).requires_grad_();
+    const std::vector<at::Tensor> locals = weight.local_tensors();
+    ASSERT_EQ(locals.size(), 2u);
+    auto loss = [&] { return (locals[0] + locals[1]).sum(); };
+    expect_error<c10::Error>(
+        [&] { loss().backward({}, std::nullopt, false, std::vector<at::Tensor>{weight}); },
+        {"backward", "local_tensors()"});
+    loss().backward({}, std::nullopt, false, locals);
+    EXPECT_TRUE(at::Tensor(weight).grad().defined());
+  });
+}
+
 // The optimiser and the gradients go on, as they do where modules have plain parameters.
 TEST(ShardedGradients, StayWhenAModuleIsMoved) {
   on_ranks(3, [](int64_t rank) {

@@ -32,8 +32,8 @@ class Planner {
       plan.strategy = *std::move(chosen);
       plan.is_special = plan.strategy.is_special();
       if (plan.strategy.decompose) return plan;
-      plan.asks_dtypes = !plan.strategy.has_local && !info_.is_random &&
-                         may_refuse_dtypes_elsewhere(plan.strategy.inputs);
+      plan.asks_dtypes =
+          !plan.strategy.has_local && !info_.is_random && may_refuse_dtypes_elsewhere(plan.strategy.inputs);
       plan.refuses_together = sees_different_values(plan.strategy);
     } else {
       check_one_mesh();

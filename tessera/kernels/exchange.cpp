@@ -1,8 +1,8 @@
 #include <tessera/comm/joined.h>
 #include <tessera/comm/packed_all_to_all.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <numeric>

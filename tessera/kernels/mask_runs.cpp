@@ -1,8 +1,8 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/mask_runs.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <numeric>

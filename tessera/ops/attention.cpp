@@ -119,8 +119,10 @@ std::optional<Strategies> attention_backward(const OpCall& call) {
   const Spec &query = call.tensors[*call.tensor("query")], &key = call.tensors[*call.tensor("key")],
              &value = call.tensors[*call.tensor("value")];
   const char l = cuts_queries ? 'l' : kUnsharded;
-  Einsum einsum{.inputs = *std::move(inputs),
-                .outputs = {{'b', 'h', l, kUnsharded}, {'b', 'h', kUnsharded, kUnsharded}, {'b', 'h', kUnsharded, kUnsharded}}};
+  Einsum einsum{
+      .inputs = *std::move(inputs),
+      .outputs = {
+          {'b', 'h', l, kUnsharded}, {'b', 'h', kUnsharded, kUnsharded}, {'b', 'h', kUnsharded, kUnsharded}}};
   Strategies strategies{
       rows_of_heads(call, einsum),
       {attended(query, query.shape()[3]), attended(key, key.shape()[3]), attended(value, value.shape()[3])}};

@@ -1,5 +1,5 @@
-#include <tessera/ops/family.h>
 #include <tessera/kernels/window.h>
+#include <tessera/ops/family.h>
 
 #include <algorithm>
 #include <memory>
@@ -206,8 +206,8 @@ std::optional<Strategies> convolution_backward(const OpCall& call) {
     strategies.options.back().contiguous = true;
   }
   strategies.localize = [=, of_groups = *call.position("groups"), of_bias = *call.position("bias_sizes"),
-                       has_bias = call.has("bias_sizes"),
-                       of_mask = *call.position("output_mask")](const ChosenSpecs& chosen) {
+                         has_bias = call.has("bias_sizes"),
+                         of_mask = *call.position("output_mask")](const ChosenSpecs& chosen) {
     LocalCall local{{{of_groups, local_groups(groups, chosen.inputs[2])}}};
     if (has_bias)
       local.arguments.emplace_back(of_bias, c10::IValue(Shape{chosen.inputs[0].local_shape()[1]}));

@@ -30,7 +30,8 @@ std::optional<Strategies> embedding(const OpCall& call) {
     if (mesh_dims_of(weight, 0).empty()) return local;
     local.compute = [weight, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
       const int64_t size = weight.local_shape()[0];
-      const LocalIndices masked(arguments[1].toTensor(), weight.global_offset()[0], size, weight.shape()[0], 0);
+      const LocalIndices masked(arguments[1].toTensor(), weight.global_offset()[0], size, weight.shape()[0],
+                                0);
       if (size == 0) return Stack{at::zeros(output.local_shape(), arguments[0].toTensor().options())};
       arguments[1] = masked.indices;
       at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
@@ -104,8 +105,9 @@ struct HeldIndices {
 
   /// `padding`: an index that counts for nothing; -1: none.
   HeldIndices(const at::Tensor& indices, const at::Tensor& offsets, const Spec& weight, int64_t padding) {
-    const LocalIndices masked(indices, weight.global_offset()[0], weight.local_shape()[0], weight.shape()[0], 0,
-                        /*wraps=*/false, /*is_index_error=*/false);
+    const LocalIndices masked(indices, weight.global_offset()[0], weight.local_shape()[0], weight.shape()[0],
+                              0,
+                              /*wraps=*/false, /*is_index_error=*/false);
     at::Tensor held = at::logical_not(masked.elsewhere);
     if (padding >= 0) held = at::logical_and(held, at::ne(indices, padding));
     numbers = at::nonzero(held).squeeze(1);
@@ -233,8 +235,8 @@ std::optional<Strategies> embedding_bag_backward_of_table(const OpCall& call) {
     return strategy;
   };
   Strategies strategies{{strategy(Replicate(), Shard(0), Shard(0)), strategy(Shard(1), Shard(1), Shard(1)),
-                     strategy(Partial(), Replicate(), Partial())},
-                    {{table.shape().vec()}}};
+                         strategy(Partial(), Replicate(), Partial())},
+                        {{table.shape().vec()}}};
   strategies.localize = [weight](const ChosenSpecs& chosen) {
     LocalCall local;
     local.compute = [table = chosen.inputs[weight]](const c10::OperatorHandle&, Stack arguments) {
@@ -261,10 +263,10 @@ std::optional<Strategies> sample_weights_backward(const OpCall& call) {
   if (w.ndim() != 2 || w.numel() == 0) return std::nullopt;
   const Placement r = Replicate(), sum = Partial();
   Strategies strategies{{{{Shard(1), Shard(1), r, r, r}, {sum}},
-                     {{r, Shard(0), r, r, r}, {sum}},
-                     {{sum, r, r, r, r}, {sum}},
-                     {{r, sum, r, r, r}, {sum}}},
-                    {{call.tensors[*indices].shape().vec()}}};
+                         {{r, Shard(0), r, r, r}, {sum}},
+                         {{sum, r, r, r, r}, {sum}},
+                         {{r, sum, r, r, r}, {sum}}},
+                        {{call.tensors[*indices].shape().vec()}}};
   strategies.options[1].contiguous = true;
   strategies.localize = [](const ChosenSpecs& chosen) {
     LocalCall local;

@@ -14,7 +14,6 @@ namespace tessera::ops {
 using namespace rules;    // NOLINT: the language in which all of these are written
 using namespace kernels;  // NOLINT
 
-
 /// Operators of one rule; without a namespace: of "aten".
 struct Entry {
   std::vector<std::string> ops;
@@ -87,7 +86,7 @@ Localize with_local_sizes(size_t position);
 struct LocalIndices {
   at::Tensor indices, elsewhere;
   LocalIndices(const at::Tensor& global, int64_t offset, int64_t local_size, int64_t size, int64_t other,
-         bool wraps = false, bool is_index_error = true);
+               bool wraps = false, bool is_index_error = true);
 };
 
 /// One tensor whose data are moved as letters say: "ab" -> "ba".

@@ -13,8 +13,8 @@
 
 namespace tessera::ops {
 
-LocalIndices::LocalIndices(const at::Tensor& global, int64_t offset, int64_t held, int64_t size, int64_t other,
-               bool wraps, bool is_index_error) {
+LocalIndices::LocalIndices(const at::Tensor& global, int64_t offset, int64_t held, int64_t size,
+                           int64_t other, bool wraps, bool is_index_error) {
   const at::Tensor known = wraps ? at::where(at::lt(global, 0), at::add(global, size), global) : global;
   if (global.numel() > 0 && global.is_cpu()) {
     const auto [lowest, highest] = at::aminmax(known);
@@ -47,10 +47,9 @@ Placement picked(const Spec& spec) {
 
 /// Runs the operator on a rank's part of argument 0 with its indices into it.
 /// `spread`: makes the mask meet the result.
-Localize masked_pick(
-    int64_t dim, bool wraps, std::function<at::Tensor(at::Tensor)> spread,
-    const std::function<void(Stack&, const at::Tensor&)>& put_index,
-    const std::function<at::Tensor(const Stack&)>& get_index) {
+Localize masked_pick(int64_t dim, bool wraps, std::function<at::Tensor(at::Tensor)> spread,
+                     const std::function<void(Stack&, const at::Tensor&)>& put_index,
+                     const std::function<at::Tensor(const Stack&)>& get_index) {
   return [=](const ChosenSpecs& chosen) {
     LocalCall local;
     const Spec& self = chosen.inputs[0];
@@ -58,8 +57,8 @@ Localize masked_pick(
     local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle& op, Stack arguments) {
       const at::Tensor x = arguments[0].toTensor();
       const int64_t held = self.local_shape()[dim];
-      const LocalIndices masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0, wraps,
-                          has_index_error(op));
+      const LocalIndices masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], 0,
+                                wraps, has_index_error(op));
       if (held == 0) return Stack{at::zeros(output.local_shape(), x.options())};
       put_index(arguments, masked.indices);
       at::Tensor found = call_operator(op, std::move(arguments))[0].toTensor();
@@ -151,9 +150,8 @@ std::optional<Strategies> gather(const OpCall& call) {
 
 /// Runs the operator on argument 0 with one more place along `dim`, to which all goes that belongs to other
 /// ranks.
-Localize with_bin(int64_t dim, bool wraps,
-                                             const std::function<void(Stack&, const at::Tensor&)>& put_index,
-                                             const std::function<at::Tensor(const Stack&)>& get_index) {
+Localize with_bin(int64_t dim, bool wraps, const std::function<void(Stack&, const at::Tensor&)>& put_index,
+                  const std::function<at::Tensor(const Stack&)>& get_index) {
   return [=](const ChosenSpecs& chosen) {
     LocalCall local;
     const Spec& self = chosen.inputs[0];
@@ -164,8 +162,8 @@ Localize with_bin(int64_t dim, bool wraps,
       Shape bin = x.sizes().vec();
       bin[dim] = 1;
       arguments[0] = at::cat({x, at::zeros(bin, x.options())}, dim);
-      const LocalIndices masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim], held,
-                          wraps, has_index_error(op));
+      const LocalIndices masked(get_index(arguments), self.global_offset()[dim], held, self.shape()[dim],
+                                held, wraps, has_index_error(op));
       put_index(arguments, masked.indices);
       return Stack{call_operator(op, std::move(arguments))[0].toTensor().narrow(dim, 0, held).clone()};
     };

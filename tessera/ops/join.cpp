@@ -1,6 +1,6 @@
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 
@@ -193,8 +193,10 @@ std::optional<Strategies> pad(const OpCall& call) {
     const int64_t before = pads[2 * (spec.ndim() - 1 - dim)];
     const int64_t from = std::max<int64_t>(0, -before), to = std::max<int64_t>(0, before);
     const int64_t count = std::min(size - from, shape[dim] - to);
-    exchanged(strategies, dim,
-              count > 0 ? std::vector<StridedSegment>{{to, 1, from, 1, count}} : std::vector<StridedSegment>{}, value);
+    exchanged(
+        strategies, dim,
+        count > 0 ? std::vector<StridedSegment>{{to, 1, from, 1, count}} : std::vector<StridedSegment>{},
+        value);
   }
   return strategies;
 }
@@ -246,7 +248,9 @@ Stack chunks_side_by_side(const c10::OperatorHandle&, Stack arguments) {
 }
 
 /// Whether there are plain tensors in the list: numbers.
-bool has_numbers(const OpCall& call) { return call.value("tensors").toListRef().size() != call.tensors.size(); }
+bool has_numbers(const OpCall& call) {
+  return call.value("tensors").toListRef().size() != call.tensors.size();
+}
 
 std::optional<Strategies> block_diag(const OpCall& call) {
   if (has_numbers(call)) return std::nullopt;

@@ -242,7 +242,7 @@ std::optional<Strategies> sample_loss(const OpCall& call, bool backward) {
   if (backward) einsum.linear = linear_tensors(call, {{first_argument(call)}});
   Strategies strategies{strategies_of(einsum), std::move(results)};
   strategies.localize = [self = *self, mean = mean_by_count(call, *self, spec.shape()[0]),
-                       reduction](const ChosenSpecs& chosen) {
+                         reduction](const ChosenSpecs& chosen) {
     LocalCall local;
     if (chosen.inputs[self].local_shape()[0] == 0) {
       // libtorch leaves a sum of none as memory has it.
@@ -313,7 +313,7 @@ std::optional<Strategies> ctc(const OpCall& call, bool backward) {
   }
   strategies.options = strategies_of(einsum);
   strategies.localize = [=, number = *probabilities,
-                       position = call.positions[*probabilities]](const ChosenSpecs& chosen) {
+                         position = call.positions[*probabilities]](const ChosenSpecs& chosen) {
     LocalCall local;
     const Spec& x = chosen.inputs[number];
     const std::vector<int64_t> mesh_dims = mesh_dims_of(x, 1);

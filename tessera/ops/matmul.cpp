@@ -67,7 +67,8 @@ std::optional<Strategies> linear_backward(const OpCall& call) {
   Letters output = places;
   output.append(own.begin(), own.end());
   const Letters input = with(places, {kInner});
-  Strategies strategies{strategies_of({.inputs = {input, output, weight}, .outputs = {input, weight, own}}), {}};
+  Strategies strategies{strategies_of({.inputs = {input, output, weight}, .outputs = {input, weight, own}}),
+                        {}};
   // What does not depend on what is sharded, or has yet to be reduced, is replicated.
   for (Strategy& strategy : strategies.options) {
     if (strategy.inputs[1].is_replicate()) strategy.outputs[2] = Replicate();

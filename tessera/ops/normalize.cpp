@@ -129,7 +129,9 @@ std::optional<Strategies> layer_norm_backward(const OpCall& call) {
 
 /// The batch may be cut; how much of it there is is an argument.
 Localize with_local_batch(size_t position, size_t input) {
-  return [=](const ChosenSpecs& chosen) { return LocalCall{{{position, chosen.inputs[input].local_shape()[0]}}}; };
+  return [=](const ChosenSpecs& chosen) {
+    return LocalCall{{{position, chosen.inputs[input].local_shape()[0]}}};
+  };
 }
 
 std::optional<Strategies> group_norm(const OpCall& call) {
@@ -271,7 +273,8 @@ std::optional<Strategies> batch_norm(const OpCall& call) {
     // What is saved for the gradient is empty.
     einsum.contracted = Replicate();
   }
-  Strategies strategies{strategies_of(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Strategies strategies{strategies_of(einsum),
+                        {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
   strategies.localize = if_empty([training](const c10::OperatorHandle&, Stack arguments) {
     const at::Tensor x = arguments[0].toTensor(), saved = x.new_zeros({training ? x.size(1) : 0});
     return Stack{at::empty_like(x), saved, saved.clone()};
@@ -329,7 +332,8 @@ std::optional<Strategies> batch_norm_backward(const OpCall& call) {
     named.set(name, training ? dims.channels : Letters{kUnsharded});
   Einsum einsum{.inputs = named.take(), .outputs = {dims.input, dims.channels, dims.channels}};
   const Shape channels{input.shape()[1]};
-  Strategies strategies{strategies_of(einsum), {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
+  Strategies strategies{strategies_of(einsum),
+                        {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
   strategies.localize = if_empty([](const c10::OperatorHandle&, Stack arguments) {
     const at::Tensor x = arguments[1].toTensor();
     const auto mask = arguments[9].toBoolList();
@@ -409,28 +413,28 @@ Stack weight_norm_backward_by_sums(const c10::OperatorHandle&, Stack arguments) 
 
 /// Norms over all dims but one: that may be cut; where another one is, by norms or sums of parts.
 Rule but_one_dim(const char* text, size_t results, const Function& by_parts) {
-  return {text,
-          [=](const OpCall& call) -> std::optional<Strategies> {
-            const Spec& v = call.tensors[call.tensors.size() == 4 ? 1 : 0];
-            const int64_t dim = wrapped(call.integer("dim"), v.ndim());
-            const bool is_parted =
-                std::any_of(call.tensors.begin(), call.tensors.end(), [&](const Spec& spec) {
-                  return spec.ndim() == v.ndim() && is_sharded_on(spec, but(dim, v.ndim()));
-                });
-            if (v.numel() == 0 || v.ndim() == 0) return std::nullopt;
-            Strategies strategies;
-            if (is_parted && at::isFloatingType(v.dtype())) {
-              strategies.decompose = by_parts;
-              return strategies;
-            }
-            strategies.options = {{Placements(call.tensors.size(), Shard(dim)), {Shard(dim)}, v.shape()[dim]}};
-            Shape norms(v.ndim(), 1);
-            norms[dim] = v.shape()[dim];
-            strategies.results = {{v.shape().vec()}, {norms}};
-            strategies.results.resize(results);
-            return strategies;
-          },
-          {"dim"}};
+  return {
+      text,
+      [=](const OpCall& call) -> std::optional<Strategies> {
+        const Spec& v = call.tensors[call.tensors.size() == 4 ? 1 : 0];
+        const int64_t dim = wrapped(call.integer("dim"), v.ndim());
+        const bool is_parted = std::any_of(call.tensors.begin(), call.tensors.end(), [&](const Spec& spec) {
+          return spec.ndim() == v.ndim() && is_sharded_on(spec, but(dim, v.ndim()));
+        });
+        if (v.numel() == 0 || v.ndim() == 0) return std::nullopt;
+        Strategies strategies;
+        if (is_parted && at::isFloatingType(v.dtype())) {
+          strategies.decompose = by_parts;
+          return strategies;
+        }
+        strategies.options = {{Placements(call.tensors.size(), Shard(dim)), {Shard(dim)}, v.shape()[dim]}};
+        Shape norms(v.ndim(), 1);
+        norms[dim] = v.shape()[dim];
+        strategies.results = {{v.shape().vec()}, {norms}};
+        strategies.results.resize(results);
+        return strategies;
+      },
+      {"dim"}};
 }
 
 Stack renorm_by_norm(const c10::OperatorHandle&, Stack arguments) {
@@ -472,8 +476,7 @@ Table normalize_rules() {
       {{"_weight_norm_interface_backward"},
        but_one_dim("the dim cut; if another is, by sum", 2, weight_norm_backward_by_sums)},
       {{"renorm"}, but_one_dim("the dim cut; if another is, by norm", 1, renorm_by_norm)},
-      {{"native_group_norm"},
-       with_memory_format({"cut along the batch", group_norm, {"group"}})},
+      {{"native_group_norm"}, with_memory_format({"cut along the batch", group_norm, {"group"}})},
       {{"native_group_norm_backward"},
        with_memory_format({"cut along the batch; gradients of parameters P(sum)", group_norm_backward})},
       {{"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats",

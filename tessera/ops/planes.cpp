@@ -1,6 +1,6 @@
-#include <tessera/redistribute/memory.h>
-#include <tessera/ops/planes.h>
 #include <tessera/kernels/window.h>
+#include <tessera/ops/planes.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <limits>
@@ -27,7 +27,8 @@ Rule planes(int64_t inner, size_t results, bool backward, bool linear) {
             strategies.results.assign(results, Result{shape});
             for (int64_t d = 0; d < outer; ++d) {
               // There may be no batch, but there must be channels.
-              Strategy strategy{Placements(call.tensors.size(), Shard(d)), {Shard(d)}, d == outer - 1 ? shape[d] : 0};
+              Strategy strategy{
+                  Placements(call.tensors.size(), Shard(d)), {Shard(d)}, d == outer - 1 ? shape[d] : 0};
               strategies.options.push_back(std::move(strategy));
             }
             for (const Spec& tensor : call.tensors) {
@@ -232,7 +233,8 @@ Rule separable(const Separable& op, bool backward) {
           strategies->options.push_back({Placements(call.tensors.size(), Shard(dim)), {Shard(dim)}});
           strategies->options.back().contiguous = true;
         }
-        strategies->localize = [=, copies = op.copies, of_planes = strategies->localize](const ChosenSpecs& chosen) {
+        strategies->localize = [=, copies = op.copies,
+                                of_planes = strategies->localize](const ChosenSpecs& chosen) {
           const Spec &given = chosen.inputs[0], &made = chosen.outputs[0];
           const auto part = backward ? std::make_shared<const SeparablePart>(made, given, *maps, copies)
                                      : std::make_shared<const SeparablePart>(given, made, *maps, copies);

@@ -1,6 +1,6 @@
-#include <tessera/redistribute/memory.h>
-#include <tessera/ops/planes.h>
 #include <tessera/kernels/window.h>
+#include <tessera/ops/planes.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <functional>
@@ -424,21 +424,22 @@ Rule adaptive_rule(int64_t inner, size_t results, bool backward, bool averages,
 
 /// Windows that numbers of each plane place: `samples`, which always have a batch.
 Rule fractional_pool(int64_t inner) {
-  return {"cut along batch and channels", [inner](const OpCall& call) -> std::optional<Strategies> {
-            const auto self = call.tensor("self"), samples = call.tensor("random_samples");
-            if (!self || !samples) return std::nullopt;
-            const Spec& x = call.tensors[*self];
-            const int64_t outer = x.ndim() - inner;
-            if (outer < 1 || outer > 2 || x.numel() == 0 || call.tensors[*samples].ndim() != 3)
-              return std::nullopt;
-            Shape shape = x.shape().vec();
-            std::fill(shape.begin() + outer, shape.end(), kLocal);
-            Strategies strategies{{}, {{shape}, {shape}}};
-            // There may be no batch, but there must be channels.
-            strategies.options.push_back({{Shard(outer - 1), Shard(1)}, {Shard(outer - 1)}, shape[outer - 1]});
-            if (outer == 2) strategies.options.push_back({{Shard(0), Shard(0)}, {Shard(0)}});
-            return strategies;
-          }};
+  return {
+      "cut along batch and channels", [inner](const OpCall& call) -> std::optional<Strategies> {
+        const auto self = call.tensor("self"), samples = call.tensor("random_samples");
+        if (!self || !samples) return std::nullopt;
+        const Spec& x = call.tensors[*self];
+        const int64_t outer = x.ndim() - inner;
+        if (outer < 1 || outer > 2 || x.numel() == 0 || call.tensors[*samples].ndim() != 3)
+          return std::nullopt;
+        Shape shape = x.shape().vec();
+        std::fill(shape.begin() + outer, shape.end(), kLocal);
+        Strategies strategies{{}, {{shape}, {shape}}};
+        // There may be no batch, but there must be channels.
+        strategies.options.push_back({{Shard(outer - 1), Shard(1)}, {Shard(outer - 1)}, shape[outer - 1]});
+        if (outer == 2) strategies.options.push_back({{Shard(0), Shard(0)}, {Shard(0)}});
+        return strategies;
+      }};
 }
 
 }  // namespace

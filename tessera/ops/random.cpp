@@ -1,7 +1,7 @@
 #include <tessera/error.h>
+#include <tessera/ops/family.h>
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
-#include <tessera/ops/family.h>
 
 #include <algorithm>
 #include <memory>

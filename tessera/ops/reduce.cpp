@@ -1,8 +1,8 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,14 +35,17 @@ Rule norm_rule(const std::string& order) {
                                          : p == 0          ? Partial(ReduceOp::sum)
                                                            : NormPartial(p);
             const bool converts = call.position("dtype") && call.has("dtype");
-            Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {reduction->letters}, .contracted = contracted};
+            Einsum einsum{
+                .inputs = {identity(spec.ndim())}, .outputs = {reduction->letters}, .contracted = contracted};
             if (converts) einsum.contracted = std::nullopt;
             Strategies strategies{strategies_of(einsum), {{reduction->shape}}};
             if (converts) return strategies;
             // A norm of norms.
-            if (contracted.is_partial(ReduceOp::norm)) strategies.options.push_back({{contracted}, {contracted}});
+            if (contracted.is_partial(ReduceOp::norm))
+              strategies.options.push_back({{contracted}, {contracted}});
             if (std::isinf(p) || p < 0) {
-              strategies.localize = neutral_if_empty(reduction->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
+              strategies.localize =
+                  neutral_if_empty(reduction->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
             }
             return strategies;
           },
@@ -87,7 +90,8 @@ Stack variance(const c10::OperatorHandle& op, Stack arguments) {
 }
 
 Reduction variance_form(const Function& compute, size_t results) {
-  return {.results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
+  return {
+      .results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
 }
 
 Stack logsumexp(const c10::OperatorHandle& op, Stack arguments) {
@@ -180,46 +184,46 @@ enum class Histogram { elements, rows, edges_of_rows };
 
 Rule histogram_rule(Histogram kind, std::vector<std::string> reads) {
   Rule rule{kind == Histogram::edges_of_rows
-              ? "rows cut; between bounds that are given, or found by one reduction"
-              : "cut: P(sum), between bounds that are given, or found by one reduction",
-          [kind](const OpCall& call) -> std::optional<Strategies> {
-            const auto self = call.tensor("self"), weight = call.tensor("weight");
-            if (!self) return std::nullopt;
-            const Spec& x = call.tensors[*self];
-            const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
-            if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
-            Strategies strategies;
-            const bool is_sharded_on = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
-            if (counts && call.flag("density")) {
-              if (is_sharded_on) strategies.decompose = histogram_density;
-              return strategies;
-            }
-            Placements outputs{counts ? Partial() : Replicate()};
-            if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
-            for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
-              Strategy strategy{Placements(call.tensors.size(), Replicate()), outputs};
-              strategy.inputs[*self] = Shard(dim);
-              if (weight) strategy.inputs[*weight] = Shard(dim);
-              strategies.options.push_back(std::move(strategy));
-            }
-            const auto range = call.position("range");
-            if (!range || call.has("range")) return strategies;
-            strategies.localize = [=, number = *self](const ChosenSpecs& chosen) {
-              LocalCall local;
-              const Spec& x = chosen.inputs[number];
-              const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
-              if (mesh_dims.empty()) return local;
-              local.communicates = true;
-              local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-                const at::Tensor held = arguments[0].toTensor();
-                arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
-                return call_operator(op, std::move(arguments));
+                ? "rows cut; between bounds that are given, or found by one reduction"
+                : "cut: P(sum), between bounds that are given, or found by one reduction",
+            [kind](const OpCall& call) -> std::optional<Strategies> {
+              const auto self = call.tensor("self"), weight = call.tensor("weight");
+              if (!self) return std::nullopt;
+              const Spec& x = call.tensors[*self];
+              const bool of_rows = kind != Histogram::elements, counts = kind != Histogram::edges_of_rows;
+              if (x.numel() == 0 || (of_rows && x.ndim() < 2)) return std::nullopt;
+              Strategies strategies;
+              const bool is_sharded_on = x.is_sharded() || (weight && call.tensors[*weight].is_sharded());
+              if (counts && call.flag("density")) {
+                if (is_sharded_on) strategies.decompose = histogram_density;
+                return strategies;
+              }
+              Placements outputs{counts ? Partial() : Replicate()};
+              if (call.schema->returns().size() == 2) outputs.push_back(Replicate());
+              for (int64_t dim = 0; dim < x.ndim() - (of_rows ? 1 : 0); ++dim) {
+                Strategy strategy{Placements(call.tensors.size(), Replicate()), outputs};
+                strategy.inputs[*self] = Shard(dim);
+                if (weight) strategy.inputs[*weight] = Shard(dim);
+                strategies.options.push_back(std::move(strategy));
+              }
+              const auto range = call.position("range");
+              if (!range || call.has("range")) return strategies;
+              strategies.localize = [=, number = *self](const ChosenSpecs& chosen) {
+                LocalCall local;
+                const Spec& x = chosen.inputs[number];
+                const std::vector<int64_t> mesh_dims = mesh_dims_of(x);
+                if (mesh_dims.empty()) return local;
+                local.communicates = true;
+                local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+                  const at::Tensor held = arguments[0].toTensor();
+                  arguments[*range] = extremes(held.reshape({-1, of_rows ? held.size(-1) : 1}), x, mesh_dims);
+                  return call_operator(op, std::move(arguments));
+                };
+                return local;
               };
-              return local;
-            };
-            return strategies;
-          },
-          std::move(reads)};
+              return strategies;
+            },
+            std::move(reads)};
   rule.may_refuse_dtypes = [](Dtypes dtypes) {
     return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
   };

@@ -14,52 +14,52 @@ namespace {
 using Follow = std::function<Stack(const Stack& before, const Stack& part)>;
 
 Rule scan_rule(size_t results, bool linear, const Follow& follow) {
-  return {"the dim cut: each rank's, and what those before it come to",
-          [=](const OpCall& call) -> std::optional<Strategies> {
-            const Spec& x = call.tensors[0];
-            if (x.ndim() == 0) return unsharded_dims(call, {}, std::vector<Result>(results));
-            const int64_t dim = wrapped(call.integer("dim"), x.ndim());
-            Strategies strategies = unsharded_dims(call, {dim}, std::vector<Result>(results, {x.shape().vec()}));
-            strategies.options.push_back({{Shard(dim)}, Placements(results, Shard(dim)), 0, /*contiguous=*/true});
-            if (linear && converts_partial_values(call) && x.dtype() != at::kBool) {
-              for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
-                strategies.options.push_back({{Partial(op)}, {Partial(op)}});
+  return {
+      "the dim cut: each rank's, and what those before it come to",
+      [=](const OpCall& call) -> std::optional<Strategies> {
+        const Spec& x = call.tensors[0];
+        if (x.ndim() == 0) return unsharded_dims(call, {}, std::vector<Result>(results));
+        const int64_t dim = wrapped(call.integer("dim"), x.ndim());
+        Strategies strategies = unsharded_dims(call, {dim}, std::vector<Result>(results, {x.shape().vec()}));
+        strategies.options.push_back({{Shard(dim)}, Placements(results, Shard(dim)), 0, /*contiguous=*/true});
+        if (linear && converts_partial_values(call) && x.dtype() != at::kBool) {
+          for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
+            strategies.options.push_back({{Partial(op)}, {Partial(op)}});
+        }
+        strategies.localize = [=](const ChosenSpecs& chosen) {
+          LocalCall local;
+          const Spec& x = chosen.inputs[0];
+          if (mesh_dims_of(x, dim).empty()) return local;
+          local.communicates = true;
+          local.compute = [=, ranks = ShardGroup(x, mesh_dims_of(x, dim), dim),
+                           offset = x.global_offset()[dim]](const c10::OperatorHandle& op, Stack arguments) {
+            Stack part = call_operator(op, std::move(arguments));
+            if (results == 2) part[1] = at::add(part[1].toTensor(), offset);
+            // The last of each, where there is one.
+            std::vector<int64_t> sizes;
+            for (const int64_t held : ranks.held()) sizes.push_back(held > 0);
+            std::vector<at::Tensor> ends;
+            for (const c10::IValue& result : part) {
+              const at::Tensor& all = result.toTensor();
+              const int64_t count = sizes[ranks.self()];
+              ends.push_back(ranks.join(all.narrow(dim, all.size(dim) - count, count), dim, sizes));
             }
-            strategies.localize = [=](const ChosenSpecs& chosen) {
-              LocalCall local;
-              const Spec& x = chosen.inputs[0];
-              if (mesh_dims_of(x, dim).empty()) return local;
-              local.communicates = true;
-              local.compute = [=, ranks = ShardGroup(x, mesh_dims_of(x, dim), dim),
-                               offset = x.global_offset()[dim]](const c10::OperatorHandle& op,
-                                                                Stack arguments) {
-                Stack part = call_operator(op, std::move(arguments));
-                if (results == 2) part[1] = at::add(part[1].toTensor(), offset);
-                // The last of each, where there is one.
-                std::vector<int64_t> sizes;
-                for (const int64_t held : ranks.held()) sizes.push_back(held > 0);
-                std::vector<at::Tensor> ends;
-                for (const c10::IValue& result : part) {
-                  const at::Tensor& all = result.toTensor();
-                  const int64_t count = sizes[ranks.self()];
-                  ends.push_back(ranks.join(all.narrow(dim, all.size(dim) - count, count), dim, sizes));
-                }
-                auto end = [&](int64_t i) {
-                  Stack result;
-                  for (const at::Tensor& each : ends) result.emplace_back(each.narrow(dim, i, 1));
-                  return result;
-                };
-                const int64_t count = ranks.before(sizes);
-                if (count == 0 || sizes[ranks.self()] == 0) return part;
-                Stack before = end(0);
-                for (const int64_t i : c10::irange<int64_t>(1, count)) before = follow(before, end(i));
-                return follow(before, part);
-              };
-              return local;
+            auto end = [&](int64_t i) {
+              Stack result;
+              for (const at::Tensor& each : ends) result.emplace_back(each.narrow(dim, i, 1));
+              return result;
             };
-            return strategies;
-          },
-          {"dim", "dtype"}};
+            const int64_t count = ranks.before(sizes);
+            if (count == 0 || sizes[ranks.self()] == 0) return part;
+            Stack before = end(0);
+            for (const int64_t i : c10::irange<int64_t>(1, count)) before = follow(before, end(i));
+            return follow(before, part);
+          };
+          return local;
+        };
+        return strategies;
+      },
+      {"dim", "dtype"}};
 }
 
 template <at::Tensor (*combine)(const at::Tensor&, const at::Tensor&)>

@@ -1,8 +1,8 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
-#include <tessera/ops/family.h>
 #include <tessera/kernels/mask_runs.h>
+#include <tessera/ops/family.h>
 #include <tessera/ops/select.h>
 
 #include <ATen/ATen.h>
@@ -35,8 +35,7 @@ using Compute =
     std::function<Stack(const c10::OperatorHandle&, Stack arguments, const MaskRuns&, const ChosenSpecs&)>;
 
 /// `marks`: the argument that tells of the places, or a list that begins with it. `sized`: see LocalCall.
-Localize with_marks(const OpCall& call, const char* marks, bool sized,
-                                               const Compute& compute) {
+Localize with_marks(const OpCall& call, const char* marks, bool sized, const Compute& compute) {
   return [=, position = *call.position(marks), number = *call.tensor(marks)](const ChosenSpecs& chosen) {
     LocalCall local;
     if (!chosen.inputs[number].is_sharded()) return local;
@@ -70,7 +69,9 @@ Strategy ranges(Placements inputs, const Placement& output) {
 }
 
 /// What is selected from partial values is partial.
-Strategy selected_partial() { return {{Partial(), Replicate()}, {Partial()}, 0, false, /*any_partial=*/true}; }
+Strategy selected_partial() {
+  return {{Partial(), Replicate()}, {Partial()}, 0, false, /*any_partial=*/true};
+}
 
 /// With the first two arguments, a tensor and a mask, broadcast.
 Strategies broadcast_first() {
@@ -104,13 +105,13 @@ std::optional<Strategies> nonzero(const OpCall& call) {
   Strategies strategies;
   for (const int64_t dim : dims_to_cut(x)) strategies.options.push_back(ranges({Shard(dim)}, Shard(0)));
   strategies.results = {{{kLocal, x.ndim()}}};
-  strategies.localize =
-      with_marks(call, "self", true,
-                 [](const c10::OperatorHandle&, Stack arguments, const MaskRuns& marked, const ChosenSpecs& chosen) {
-                   const at::Tensor places = at::nonzero(arguments[0].toTensor());
-                   const at::Tensor begin = at::tensor(chosen.inputs[0].global_offset(), at::kLong);
-                   return collected(at::add(places, begin.to(places.device())), marked);
-                 });
+  strategies.localize = with_marks(
+      call, "self", true,
+      [](const c10::OperatorHandle&, Stack arguments, const MaskRuns& marked, const ChosenSpecs& chosen) {
+        const at::Tensor places = at::nonzero(arguments[0].toTensor());
+        const at::Tensor begin = at::tensor(chosen.inputs[0].global_offset(), at::kLong);
+        return collected(at::add(places, begin.to(places.device())), marked);
+      });
   return strategies;
 }
 
@@ -197,15 +198,16 @@ std::optional<Strategies> masked_index(const OpCall& call) {
   }
   strategies.options.push_back(selected_partial());
   strategies.results = {{shape}};
-  strategies.localize = with_marks(
-      call, "indices", true,
-      [shape](const c10::OperatorHandle& op, Stack arguments, const MaskRuns& marked, const ChosenSpecs& chosen) {
-        Stack results = select_and_collect(op, std::move(arguments), marked, chosen);
-        Shape whole = shape;
-        whole[0] = marked.count();
-        results[1] = whole;
-        return results;
-      });
+  strategies.localize = with_marks(call, "indices", true,
+                                   [shape](const c10::OperatorHandle& op, Stack arguments,
+                                           const MaskRuns& marked, const ChosenSpecs& chosen) {
+                                     Stack results =
+                                         select_and_collect(op, std::move(arguments), marked, chosen);
+                                     Shape whole = shape;
+                                     whole[0] = marked.count();
+                                     results[1] = whole;
+                                     return results;
+                                   });
   return strategies;
 }
 
@@ -236,8 +238,8 @@ std::optional<Strategies> masked_index_put(const OpCall& call) {
   for (const int64_t dim : c10::irange(x.ndim())) {
     if (dim < masks->dims) {
       if (!differ || few_runs(marks, dim))
-        strategies.options.push_back(strategy(Shard(dim), Shard(dim),
-                                    differ ? rows_of_marks(call.tensors[*number]) : Placement(Replicate())));
+        strategies.options.push_back(strategy(
+            Shard(dim), Shard(dim), differ ? rows_of_marks(call.tensors[*number]) : Placement(Replicate())));
       continue;
     }
     Placement values = Replicate();
@@ -313,68 +315,68 @@ std::optional<Strategies> masked_scatter_backward(const OpCall& call) {
 /// What ranks found each by itself, together: by the operator again, on what all found. `consecutive`: the
 /// order matters.
 Rule unique_rule(bool consecutive) {
-  return {consecutive ? "the dim cut, or the first: each rank's, and the operator again on all of these"
-                      : "the dim cut, or any: each rank's, and the operator again on all of these",
-          [=](const OpCall& call) -> std::optional<Strategies> {
-            const Spec& x = call.tensors[0];
-            if (x.ndim() == 0) return std::nullopt;
-            const bool by_dim = call.position("dim") && call.has("dim");
-            const int64_t dim = by_dim ? wrapped(call.integer("dim"), x.ndim()) : 0;
-            const auto inverse = call.position("return_inverse"), counts = call.position("return_counts");
-            const bool with_inverse = call.flag("return_inverse"),
-                       with_counts = counts && call.flag("return_counts");
-            Strategies strategies;
-            for (const int64_t d : c10::irange(x.ndim())) {
-              if (d != dim && (by_dim || consecutive)) continue;
-              Strategy strategy{{Shard(d)}, {Replicate(), Replicate()}, 0, /*contiguous=*/by_dim || consecutive};
-              if (with_inverse) strategy.outputs[1] = by_dim ? Shard(0) : Shard(d);
-              if (counts) strategy.outputs.push_back(Replicate());
-              strategies.options.push_back(std::move(strategy));
-            }
-            Shape places{0};
-            if (with_inverse) places = by_dim ? Shape{x.shape()[dim]} : x.shape().vec();
-            strategies.results = {{}, {places}};
-            if (counts) strategies.results.push_back({{kLocal}});
-            strategies.localize = [=](const ChosenSpecs& chosen) {
-              LocalCall local;
-              // libtorch gives some results unasked.
-              const auto wanted = [=](Stack results) {
-                const at::Tensor nothing = at::empty({0}, results[1].toTensor().options());
-                if (!with_inverse) results[1] = nothing;
-                if (counts && !with_counts) results[2] = nothing;
-                return results;
-              };
-              const Spec& spec = chosen.inputs[0];
-              if (!spec.is_sharded()) {
-                local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-                  return wanted(call_operator(op, std::move(arguments)));
-                };
-                return local;
-              }
-              local.communicates = true;
-              local.compute = [=, ranks = ShardGroup(spec, mesh_dims_of(spec), dim)](
-                                  const c10::OperatorHandle& op, Stack arguments) {
-                arguments[*inverse] = true;
-                if (counts) arguments[*counts] = true;
-                const Stack own = call_operator(op, arguments);
-                const at::Tensor values = own[0].toTensor();
-                const std::vector<int64_t> sizes = ranks.sizes(values, dim);
-                arguments[0] = ranks.join(values, dim, sizes);
-                Stack results = call_operator(op, std::move(arguments));
-                const at::Tensor where = results[1].toTensor();
-                if (with_inverse)
-                  results[1] = at::take(where, at::add(own[1].toTensor(), ranks.before(sizes)));
-                if (with_counts) {
-                  const at::Tensor often = at::zeros_like(results[2].toTensor());
-                  results[2] = often.index_add_(0, where, ranks.join(own[2].toTensor(), 0, sizes));
-                }
-                return wanted(std::move(results));
-              };
-              return local;
+  return {
+      consecutive ? "the dim cut, or the first: each rank's, and the operator again on all of these"
+                  : "the dim cut, or any: each rank's, and the operator again on all of these",
+      [=](const OpCall& call) -> std::optional<Strategies> {
+        const Spec& x = call.tensors[0];
+        if (x.ndim() == 0) return std::nullopt;
+        const bool by_dim = call.position("dim") && call.has("dim");
+        const int64_t dim = by_dim ? wrapped(call.integer("dim"), x.ndim()) : 0;
+        const auto inverse = call.position("return_inverse"), counts = call.position("return_counts");
+        const bool with_inverse = call.flag("return_inverse"),
+                   with_counts = counts && call.flag("return_counts");
+        Strategies strategies;
+        for (const int64_t d : c10::irange(x.ndim())) {
+          if (d != dim && (by_dim || consecutive)) continue;
+          Strategy strategy{{Shard(d)}, {Replicate(), Replicate()}, 0, /*contiguous=*/by_dim || consecutive};
+          if (with_inverse) strategy.outputs[1] = by_dim ? Shard(0) : Shard(d);
+          if (counts) strategy.outputs.push_back(Replicate());
+          strategies.options.push_back(std::move(strategy));
+        }
+        Shape places{0};
+        if (with_inverse) places = by_dim ? Shape{x.shape()[dim]} : x.shape().vec();
+        strategies.results = {{}, {places}};
+        if (counts) strategies.results.push_back({{kLocal}});
+        strategies.localize = [=](const ChosenSpecs& chosen) {
+          LocalCall local;
+          // libtorch gives some results unasked.
+          const auto wanted = [=](Stack results) {
+            const at::Tensor nothing = at::empty({0}, results[1].toTensor().options());
+            if (!with_inverse) results[1] = nothing;
+            if (counts && !with_counts) results[2] = nothing;
+            return results;
+          };
+          const Spec& spec = chosen.inputs[0];
+          if (!spec.is_sharded()) {
+            local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
+              return wanted(call_operator(op, std::move(arguments)));
             };
-            return strategies;
-          },
-          {"dim", "return_inverse", "return_counts"}};
+            return local;
+          }
+          local.communicates = true;
+          local.compute = [=, ranks = ShardGroup(spec, mesh_dims_of(spec), dim)](
+                              const c10::OperatorHandle& op, Stack arguments) {
+            arguments[*inverse] = true;
+            if (counts) arguments[*counts] = true;
+            const Stack own = call_operator(op, arguments);
+            const at::Tensor values = own[0].toTensor();
+            const std::vector<int64_t> sizes = ranks.sizes(values, dim);
+            arguments[0] = ranks.join(values, dim, sizes);
+            Stack results = call_operator(op, std::move(arguments));
+            const at::Tensor where = results[1].toTensor();
+            if (with_inverse) results[1] = at::take(where, at::add(own[1].toTensor(), ranks.before(sizes)));
+            if (with_counts) {
+              const at::Tensor often = at::zeros_like(results[2].toTensor());
+              results[2] = often.index_add_(0, where, ranks.join(own[2].toTensor(), 0, sizes));
+            }
+            return wanted(std::move(results));
+          };
+          return local;
+        };
+        return strategies;
+      },
+      {"dim", "return_inverse", "return_counts"}};
 }
 
 }  // namespace

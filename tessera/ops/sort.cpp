@@ -1,7 +1,7 @@
 #include <tessera/comm/collectives.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <limits>
@@ -17,7 +17,7 @@ std::optional<Strategies> sort(const OpCall& call) {
   const Spec& spec = call.tensors[0];
   const Result result{spec.shape().vec(), dense_strides(spec)};
   return unsharded_dims(call, spec.ndim() ? Shape{wrapped(call.integer("dim"), spec.ndim())} : Shape(),
-                    {result, result});
+                        {result, result});
 }
 
 /// The first so many along a dim, in some order: their values, and where they are. The dim stays, with as
@@ -96,7 +96,8 @@ Strategies extreme_of_all(const Spec& spec, bool largest, bool keep) {
     const Spec& x = chosen.inputs[0];
     if (!x.is_sharded()) return local;
     local.communicates = true;
-    local.compute = [=, ranks = ShardGroup(x, mesh_dims_of(x), 0)](const c10::OperatorHandle&, Stack arguments) {
+    local.compute = [=, ranks = ShardGroup(x, mesh_dims_of(x), 0)](const c10::OperatorHandle&,
+                                                                   Stack arguments) {
       const auto first = [&](const at::Tensor& values) {
         return largest ? at::argmax(values) : at::argmin(values);
       };
@@ -212,7 +213,8 @@ at::Tensor ranked(const at::Tensor& values, int64_t rank, const Group& group) {
 
 /// The median of all elements.
 Rule median_rule(bool without_nan) {
-  return {"cut: by counting values of some bits at a time", [=](const OpCall& call) -> std::optional<Strategies> {
+  return {"cut: by counting values of some bits at a time",
+          [=](const OpCall& call) -> std::optional<Strategies> {
             const Spec& spec = call.tensors[0];
             Strategies strategies;
             strategies.results = {{Shape()}};

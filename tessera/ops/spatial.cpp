@@ -1,6 +1,6 @@
-#include <tessera/redistribute/memory.h>
-#include <tessera/ops/planes.h>
 #include <tessera/kernels/window.h>
+#include <tessera/ops/planes.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -139,7 +139,7 @@ std::optional<Strategies> columns(const OpCall& call, bool back) {
   shape.insert(shape.end(), places.begin(), places.end());
   auto strategies = in_blocks(call, shape, blocks);
   strategies->localize = [=, of_padding = *call.position("padding"),
-                        of_size = call.position("output_size")](const ChosenSpecs& chosen) {
+                          of_size = call.position("output_size")](const ChosenSpecs& chosen) {
     const Spec &image = back ? chosen.outputs[0] : chosen.inputs[0],
                &made = back ? chosen.inputs[0] : chosen.outputs[0];
     const Spec rows(made.mesh(), made.placements(), by_rows, std::nullopt, made.dtype(), made.order());

@@ -1,9 +1,9 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/execute.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
@@ -176,7 +176,8 @@ std::optional<Strategies> block(Strategies strategies, const Spec& spec, const S
   const int64_t size = spec.shape()[slice.dim], parts = cut.split() * spec.mesh().shape()[cutting[0]];
   if (size % parts != 0 || slice.count * cut.split() != size || slice.start % slice.count != 0)
     return std::nullopt;
-  strategies.options.insert(strategies.options.begin(), Strategy{{cut}, {Shard(slice.dim)}, 0, /*contiguous=*/true});
+  strategies.options.insert(strategies.options.begin(),
+                            Strategy{{cut}, {Shard(slice.dim)}, 0, /*contiguous=*/true});
   const int64_t held = size / parts, start = slice.start / slice.count * held;
   strategies.localize = [=, dim = slice.dim](const ChosenSpecs& chosen) {
     LocalCall local;
@@ -513,7 +514,7 @@ std::optional<Strategies> as_strided(const OpCall& call) {
   }
   const int64_t offset = call.has("storage_offset") ? call.integer("storage_offset") : 0;
   strategies = moved(Letters(spec.ndim(), kUnsharded), Letters(call.integers("size").size(), kUnsharded),
-                   {call.integers("size"), call.integers("stride")});
+                     {call.integers("size"), call.integers("stride")});
   strategies.localize = [spec, offset](const ChosenSpecs&) {
     LocalCall local;
     local.detached = true;
@@ -701,7 +702,8 @@ Table view_rules() {
        {"as it is if it is that, else on replicas", as_strided, {"size", "stride", "storage_offset"}}},
       {{"view_as_real"}, {"ab->ab.", as_real}},
       {{"view_as_complex"}, {"ab.->ab", as_complex}},
-      {{"_conj"}, {"pointwise, linear", [](const OpCall& call) { return physical(call, at::_conj_physical); }}},
+      {{"_conj"},
+       {"pointwise, linear", [](const OpCall& call) { return physical(call, at::_conj_physical); }}},
       {{"_neg_view"}, {"pointwise, linear", [](const OpCall& call) { return physical(call, at::neg); }}},
       {{"slice_scatter"},
        {"by slice and copy_",

@@ -55,7 +55,8 @@ class Chooser {
         shards_(strategies.options.size(), 1),
         inputs_(call.tensors.size()) {
     replicated_.inputs.assign(call.tensors.size(), Replicate());
-    replicated_.outputs.assign(strategies.options.empty() ? 1 : strategies.options[0].outputs.size(), Replicate());
+    replicated_.outputs.assign(strategies.options.empty() ? 1 : strategies.options[0].outputs.size(),
+                               Replicate());
     outputs_.resize(replicated_.outputs.size());
     for (const size_t i : c10::irange(call.tensors.size())) {
       const Spec& spec = call.tensors[i];
@@ -158,8 +159,8 @@ class Chooser {
   /// What is known of a result: what the rule says, or what its shardings tell.
   Result result(size_t index) const {
     if (!strategies_.results.empty()) {
-      TESSERA_CHECK(index < strategies_.results.size() || strategies_.results.size() == 1, call_.schema->name(),
-                    ": its sharding rule describes ", strategies_.results.size(),
+      TESSERA_CHECK(index < strategies_.results.size() || strategies_.results.size() == 1,
+                    call_.schema->name(), ": its sharding rule describes ", strategies_.results.size(),
                     " results, but there is one of index ", index, ".");
       return strategies_.results[strategies_.results.size() == 1 ? 0 : index];
     }
@@ -169,7 +170,8 @@ class Chooser {
       if (!shard.is_shard()) continue;
       for (const size_t i : c10::irange(strategy.inputs.size())) {
         if (!strategy.inputs[i].is_shard()) continue;
-        if (static_cast<int64_t>(known.shape.size()) <= shard.dim()) known.shape.resize(shard.dim() + 1, kLocal);
+        if (static_cast<int64_t>(known.shape.size()) <= shard.dim())
+          known.shape.resize(shard.dim() + 1, kLocal);
         known.shape[shard.dim()] = call_.tensors[i].shape()[strategy.inputs[i].dim()];
         break;
       }
@@ -182,7 +184,8 @@ class Chooser {
     for (const auto& output : decision.outputs) {
       result.outputs.emplace_back();
       const auto& shape = output.result.shape;
-      if (strategies_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end()) continue;
+      if (strategies_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end())
+        continue;
       result.outputs.back() =
           Spec(output.mesh, output.placements, shape, std::nullopt, call_.tensors[0].dtype(), output.order);
     }
@@ -221,7 +224,8 @@ void keep_memory_format(const OpCall& call, ChosenStrategy& decision) {
   }
 }
 
-std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call, c10::ArrayRef<int64_t> returned) {
+std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call,
+                                         c10::ArrayRef<int64_t> returned) {
   auto strategies = rule.propose(call);
   if (!strategies) return std::nullopt;
   if (strategies->decompose) {

@@ -31,6 +31,6 @@ struct ChosenStrategy {
 /// goes to what keeps the results sharded. Nothing if the rule does not apply. `returned`: of each tensor that is
 /// written, the index of the result it is returned as; -1 if it is not returned.
 TESSERA_API std::optional<ChosenStrategy> choose(const Rule& rule, const OpCall& call,
-                                           c10::ArrayRef<int64_t> returned);
+                                                 c10::ArrayRef<int64_t> returned);
 
 }  // namespace tessera::rules

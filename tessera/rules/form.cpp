@@ -179,15 +179,16 @@ std::optional<Strategies> strategies_of(const UnshardedDims& form, const OpCall&
 
 /// Of a new tensor with the sizes, and strides, that the call says.
 Localize with_local_geometry(const OpCall& call, const Shape& strides) {
-  return [strides, size = *call.position("size"), stride = call.position("stride")](const ChosenSpecs& chosen) {
-    const auto shape = chosen.outputs[0].local_shape();
-    LocalCall local{{{size, c10::IValue(shape.vec())}}};
-    if (stride && !strides.empty()) {
-      const auto dense = local_strides(strides, shape);
-      local.arguments.emplace_back(*stride, c10::IValue(Shape(dense.begin(), dense.end())));
-    }
-    return local;
-  };
+  return
+      [strides, size = *call.position("size"), stride = call.position("stride")](const ChosenSpecs& chosen) {
+        const auto shape = chosen.outputs[0].local_shape();
+        LocalCall local{{{size, c10::IValue(shape.vec())}}};
+        if (stride && !strides.empty()) {
+          const auto dense = local_strides(strides, shape);
+          local.arguments.emplace_back(*stride, c10::IValue(Shape(dense.begin(), dense.end())));
+        }
+        return local;
+      };
 }
 
 std::optional<Strategies> strategies_of(const LikeInput& form, const OpCall& call) {
@@ -195,7 +196,8 @@ std::optional<Strategies> strategies_of(const LikeInput& form, const OpCall& cal
   if (call.tensors.size() != 1) return std::nullopt;
   const bool strided = call.position("stride").has_value();
   Strategies strategies;
-  for (const int64_t dim : c10::irange(spec.ndim())) strategies.options.push_back({{Shard(dim)}, {Shard(dim)}});
+  for (const int64_t dim : c10::irange(spec.ndim()))
+    strategies.options.push_back({{Shard(dim)}, {Shard(dim)}});
   strategies.options.push_back({{Partial()}, {form.keeps_partial ? Partial() : Replicate()}});
   strategies.options.back().any_partial = true;
   if (form.size == LikeInput::Size::same && call.position("size") &&

@@ -98,7 +98,8 @@ class Match {
       const Term* term = next < parsed_.inputs.size() ? &parsed_.inputs[next] : nullptr;
       ++next;
       const size_t position = *call_.position(argument.name());
-      const bool is_plain = call_.arguments[position].isTensor() && call_.arguments[position].toTensor().defined();
+      const bool is_plain =
+          call_.arguments[position].isTensor() && call_.arguments[position].toTensor().defined();
       if (call_.tensor(argument.name())) {
         if (!term) return false;
         terms_.push_back(term);
@@ -159,8 +160,8 @@ class Match {
           if (is_fixed) continue;
           const auto [known, is_new] = sizes_.emplace(letter, size);
           if (is_new || known->second == size) continue;
-          const bool broadcasts =
-              is_group(each) && terms_[i]->dims.find(kRest) == std::string::npos && (size == 1 || known->second == 1);
+          const bool broadcasts = is_group(each) && terms_[i]->dims.find(kRest) == std::string::npos &&
+                                  (size == 1 || known->second == 1);
           if (!broadcasts) return false;
           known->second = size == 1 ? known->second : size;
         }
@@ -211,9 +212,9 @@ class Match {
   const Pattern& pattern_;
   const Parsed& parsed_;
   const OpCall& call_;
-  std::vector<const Term*> terms_;                 // by tensor of the call
-  std::vector<std::map<char, int64_t>> lengths_;   // likewise: of groups and the rest
-  std::map<char, int64_t> sizes_, longest_;        // by letter; by group
+  std::vector<const Term*> terms_;                // by tensor of the call
+  std::vector<std::map<char, int64_t>> lengths_;  // likewise: of groups and the rest
+  std::map<char, int64_t> sizes_, longest_;       // by letter; by group
   Einsum einsum_;
   std::vector<Result> results_;
 };

@@ -29,8 +29,8 @@ struct TESSERA_API Rule {
   Rule(Form form, Names reads);
   /// Tables list forms.
   template <class T>
-    requires std::is_constructible_v<Form, T> && (!std::is_same_v<T, Rule>)
-  Rule(T form) : Rule(Form(std::move(form)), Names()) {}  // NOLINT(google-explicit-constructor)
+  requires std::is_constructible_v<Form, T> &&(!std::is_same_v<T, Rule>)Rule(T form)
+      : Rule(Form(std::move(form)), Names()) {}  // NOLINT(google-explicit-constructor)
   Rule(std::string text, std::function<std::optional<Strategies>(const OpCall&)> propose, Names reads = {},
        std::string why = {});
 

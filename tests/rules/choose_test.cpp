@@ -24,8 +24,9 @@ const Placement R = Replicate(), P = Partial();
 Placement S(int64_t dim) { return Shard(dim); }
 
 bool has(const std::vector<Strategy>& rows, Placements inputs, Placements outputs) {
-  return std::any_of(rows.begin(), rows.end(),
-                     [&](const Strategy& strategy) { return strategy.inputs == inputs && strategy.outputs == outputs; });
+  return std::any_of(rows.begin(), rows.end(), [&](const Strategy& strategy) {
+    return strategy.inputs == inputs && strategy.outputs == outputs;
+  });
 }
 
 TEST(Einsum, RowsOfAMatrixProduct) {
@@ -76,7 +77,7 @@ TEST(Einsum, OfEquations) {
 class Choose : public ::testing::Test {
  protected:
   ChosenStrategy decide(const std::string& op, const std::string& overload, const std::vector<Spec>& tensors,
-                  std::vector<c10::IValue> arguments = {}) {
+                        std::vector<c10::IValue> arguments = {}) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
     const Rule* rule = find_rule(overload.empty() ? op : op + "." + overload, true);
     EXPECT_NE(rule, nullptr);
@@ -102,7 +103,8 @@ class Choose : public ::testing::Test {
 };
 
 TEST_F(Choose, PerMeshDim) {
-  const ChosenStrategy product = decide("aten::mm", "", {spec({S(0), S(1)}, {8, 12}), spec({R, S(0)}, {12, 16})});
+  const ChosenStrategy product =
+      decide("aten::mm", "", {spec({S(0), S(1)}, {8, 12}), spec({R, S(0)}, {12, 16})});
   EXPECT_EQ(product.inputs[0].placements(), (Placements{S(0), S(1)}));
   EXPECT_EQ(product.inputs[1].placements(), (Placements{R, S(0)}));
   EXPECT_EQ(product.outputs[0].placements, (Placements{S(0), P}));
@@ -111,11 +113,13 @@ TEST_F(Choose, PerMeshDim) {
 
 TEST_F(Choose, TheCheapest) {
   // The small one is moved, not the large one.
-  const ChosenStrategy sum = decide("aten::add", "Tensor", {spec({R, S(0)}, {64, 64}), spec({R, S(0)}, {64})});
+  const ChosenStrategy sum =
+      decide("aten::add", "Tensor", {spec({R, S(0)}, {64, 64}), spec({R, S(0)}, {64})});
   EXPECT_EQ(sum.inputs[0].placements(), (Placements{R, S(0)}));
   EXPECT_EQ(sum.inputs[1].placements(), (Placements{R, R}));
   // Replicas are sliced rather than shards gathered.
-  const ChosenStrategy other = decide("aten::mul", "Tensor", {spec({R, R}, {64, 64}), spec({S(1), R}, {64, 64})});
+  const ChosenStrategy other =
+      decide("aten::mul", "Tensor", {spec({R, R}, {64, 64}), spec({S(1), R}, {64, 64})});
   EXPECT_EQ(other.inputs[0].placements(), (Placements{S(1), R}));
 }
 

@@ -150,7 +150,7 @@ uint16_t LayoutSpace::sharding(size_t axis, const DimShards& shards) {
   return static_cast<uint16_t>(known.size() - 1);
 }
 
-DimShards LayoutSpace::wanted(const Layout& x, size_t axis) const {
+DimShards LayoutSpace::wanted(const LayoutNode& x, size_t axis) const {
   DimShards out;
   for (const DimShard& shard : target_shards_[axis]) {
     if (!is_pending(x, shard.mesh_dim)) out.push_back(shard);
@@ -168,7 +168,7 @@ bool LayoutSpace::can_become_partial(int64_t mesh_dim) const {
          !(goal.op() == ReduceOp::avg && c10::isIntegralType(to_.dtype(), /*includeBool=*/true));
 }
 
-bool LayoutSpace::is_sharded(const Layout& x, int64_t mesh_dim) const {
+bool LayoutSpace::is_sharded(const LayoutNode& x, int64_t mesh_dim) const {
   for (size_t a = 0; a < axes(); ++a) {
     if (has(shards(x, a), mesh_dim)) return true;
   }
@@ -178,7 +178,7 @@ bool LayoutSpace::is_sharded(const Layout& x, int64_t mesh_dim) const {
 // Mesh dims that become partial may shard where the target has
 // other shards: each rank then keeps what it needs of its elements, and the ranks along those mesh dims have
 // all of them.
-bool LayoutSpace::is_goal(const Layout& x) const {
+bool LayoutSpace::is_goal(const LayoutNode& x) const {
   if (x.pending & to_reduce_) return false;
   for (size_t a = 0; a < axes(); ++a) {
     const DimShards& before = shards(x, a);
@@ -192,19 +192,19 @@ bool LayoutSpace::is_goal(const Layout& x) const {
   return true;
 }
 
-int64_t LayoutSpace::local_bytes(const Layout& x, size_t sample) const {
+int64_t LayoutSpace::local_bytes(const LayoutNode& x, size_t sample) const {
   int64_t product = rest_;
   for (size_t a = 0; a < axes(); ++a) product *= shardings_[a][x.shardings[a]].length[sample];
   return product;
 }
 
-int64_t LayoutSpace::most_local_bytes(const Layout& x) const {
+int64_t LayoutSpace::most_local_bytes(const LayoutNode& x) const {
   int64_t most = 0;
   for (size_t k = 0; k < samples_.size(); ++k) most = std::max(most, local_bytes(x, k));
   return most;
 }
 
-int64_t LayoutSpace::most_received(const Layout& x, const Layout& y) const {
+int64_t LayoutSpace::most_received(const LayoutNode& x, const LayoutNode& y) const {
   int64_t most = 0;
   for (size_t k = 0; k < samples_.size(); ++k) {
     int64_t kept = rest_;
@@ -218,7 +218,7 @@ int64_t LayoutSpace::most_received(const Layout& x, const Layout& y) const {
   return most;
 }
 
-std::optional<int64_t> LayoutSpace::most_received_of_all(const Layout& x, const Layout& y,
+std::optional<int64_t> LayoutSpace::most_received_of_all(const LayoutNode& x, const LayoutNode& y,
                                                          int64_t limit) const {
   if (all_sampled_) return most_received(x, y);
   Dims dims;
@@ -254,7 +254,8 @@ std::optional<int64_t> LayoutSpace::most_received_of_all(const Layout& x, const 
   return most;
 }
 
-int64_t LayoutSpace::bytes_of(const Layout& x, const Layout& y, StepKind kind, const Dims& mesh_dims) const {
+int64_t LayoutSpace::bytes_of(const LayoutNode& x, const LayoutNode& y, StepKind kind,
+                              const Dims& mesh_dims) const {
   int64_t count = 1;
   for (const int64_t i : mesh_dims) count *= ranks(i);
   switch (kind) {
@@ -273,7 +274,7 @@ int64_t LayoutSpace::bytes_of(const Layout& x, const Layout& y, StepKind kind, c
   }
 }
 
-Dims LayoutSpace::pending_dims(const Layout& x) const {
+Dims LayoutSpace::pending_dims(const LayoutNode& x) const {
   Dims out;
   for (int64_t i = 0; i < mesh_ndim(); ++i) {
     if (to_reduce_ & x.pending & uint64_t{1} << i) out.push_back(i);
@@ -281,7 +282,7 @@ Dims LayoutSpace::pending_dims(const Layout& x) const {
   return out;
 }
 
-Spec LayoutSpace::spec_of(const Layout& x) const {
+Spec LayoutSpace::spec_of(const LayoutNode& x) const {
   Placements placements = replicated(from_.mesh());
   ShardOrder order;
   for (size_t i = 0; i < placements.size(); ++i) {
@@ -303,7 +304,7 @@ Spec LayoutSpace::spec_of(const Layout& x) const {
 // Each rank must receive what it needs and lacks. To reduce over n ranks takes (n-1)/n of the local tensor,
 // which is no smaller than if all other mesh dims shard the tensor; 1/n of it is then where it is needed at
 // best.
-double LayoutSpace::fewest_bytes_left(const Layout& x) const {
+double LayoutSpace::fewest_bytes_left(const LayoutNode& x) const {
   if (is_goal(x)) return 0;
   double most = 0;
   if (!makes_partial_) {

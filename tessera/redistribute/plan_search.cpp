@@ -42,7 +42,7 @@ class Search : private LayoutSpace {
 
  private:
   struct Node {
-    Layout layout;
+    LayoutNode layout;
     int parent;
     StepKind kind;
     Dims mesh_dims;
@@ -53,7 +53,7 @@ class Search : private LayoutSpace {
 
   using Entry = std::tuple<double, int, int>;  // estimated total cost, steps so far, node
 
-  double cheapest_rest(const Layout& x) const;
+  double cheapest_rest(const LayoutNode& x) const;
 
   void expand(int parent);
   bool slice_toward_target(int parent);
@@ -61,13 +61,13 @@ class Search : private LayoutSpace {
   void spread_future_partials(int parent);
   void reduce_pending(int parent);
   void move_all(int parent);
-  void move(int parent, const Layout& y);
+  void move(int parent, const LayoutNode& y);
   void reduce(int parent, const Dims& mesh_dims);
   void reduce_scatter(int parent, const Dims& mesh_dims, c10::ArrayRef<std::pair<size_t, DimShard>> shards);
-  void push(int parent, Layout y, StepKind kind, Dims mesh_dims, bool communicates);
+  void push(int parent, LayoutNode y, StepKind kind, Dims mesh_dims, bool communicates);
 
   std::vector<Step> steps_to(int node);
-  void append_partials(const Layout& x, std::vector<Step>& steps) const;
+  void append_partials(const LayoutNode& x, std::vector<Step>& steps) const;
 
   c10::SmallVector<LinkCost, 4> links_;
   LinkCost fastest_;
@@ -93,12 +93,12 @@ Search::Search(const Spec& from, const Spec& to, const CostModel& costs)
 }
 
 // Never more than the true cost: one collective of no more than the bytes left, at the best pace there is.
-double Search::cheapest_rest(const Layout& x) const {
+double Search::cheapest_rest(const LayoutNode& x) const {
   const double bytes = fewest_bytes_left(x);
   return bytes == 0 ? 0 : fastest_.latency + fastest_.per_byte * bytes;
 }
 
-void Search::push(int parent, Layout y, StepKind kind, Dims mesh_dims, bool communicates) {
+void Search::push(int parent, LayoutNode y, StepKind kind, Dims mesh_dims, bool communicates) {
   Node made{std::move(y),         parent, kind, std::move(mesh_dims), nodes_[parent].cost,
             nodes_[parent].steps, false};
   if (communicates) {
@@ -134,8 +134,8 @@ void Search::push(int parent, Layout y, StepKind kind, Dims mesh_dims, bool comm
 // Changes the shardings, with whatever collective that takes. A rank gets what it lacks from the ranks that
 // differ from it in the mesh dims whose shards are not the same, from the outermost on, before and after.
 // Those that replicate before need not take part: every rank has a nearer copy.
-void Search::move(int parent, const Layout& y) {
-  const Layout x = nodes_[parent].layout;
+void Search::move(int parent, const LayoutNode& y) {
+  const LayoutNode x = nodes_[parent].layout;
   if (x == y) return;
   Dims dims;
   bool only_undoes = true;
@@ -158,7 +158,7 @@ void Search::move(int parent, const Layout& y) {
 
 void Search::reduce(int parent, const Dims& mesh_dims) {
   if (mesh_dims.empty()) return;
-  Layout y = nodes_[parent].layout;
+  LayoutNode y = nodes_[parent].layout;
   for (const int64_t i : mesh_dims) y.pending &= ~(uint64_t{1} << i);
   push(parent, std::move(y), StepKind::all_reduce, mesh_dims, true);
 }
@@ -166,7 +166,7 @@ void Search::reduce(int parent, const Dims& mesh_dims) {
 void Search::reduce_scatter(int parent, const Dims& mesh_dims,
                             c10::ArrayRef<std::pair<size_t, DimShard>> new_shards) {
   if (mesh_dims.empty()) return;
-  Layout y = nodes_[parent].layout;
+  LayoutNode y = nodes_[parent].layout;
   for (const auto& [axis, shard] : new_shards) {
     y.pending &= ~(uint64_t{1} << shard.mesh_dim);
     DimShards longer = shards(y, axis);
@@ -177,15 +177,15 @@ void Search::reduce_scatter(int parent, const Dims& mesh_dims,
 }
 
 void Search::move_all(int parent) {
-  Layout y = nodes_[parent].layout;
+  LayoutNode y = nodes_[parent].layout;
   for (size_t a = 0; a < axes(); ++a) y.shardings[a] = sharding(a, wanted(nodes_[parent].layout, a));
   move(parent, y);
 }
 
 // Shards more, in the order of the target, as far as that needs no communication. False if nothing can be.
 bool Search::slice_toward_target(int parent) {
-  const Layout x = nodes_[parent].layout;
-  Layout sliced = x;
+  const LayoutNode x = nodes_[parent].layout;
+  LayoutNode sliced = x;
   for (size_t a = 0; a < axes(); ++a) {
     DimShards longer = shards(x, a);
     const DimShards& goal = target_shards(a);
@@ -205,13 +205,13 @@ bool Search::slice_toward_target(int parent) {
 // Gathers the shards that are not wanted: all of them, those of one tensor dim, the innermost of one tensor
 // dim; or moves the innermost to the tensor dim that its mesh dim is to shard.
 void Search::gather_unwanted(int parent) {
-  const Layout x = nodes_[parent].layout;
-  Layout gathered = x;
+  const LayoutNode x = nodes_[parent].layout;
+  LayoutNode gathered = x;
   for (size_t a = 0; a < axes(); ++a) {
     const DimShards before = shards(x, a);
     const size_t same = common_prefix(before, wanted(x, a));
     if (same == before.size()) continue;
-    Layout y = x;
+    LayoutNode y = x;
     gathered.shardings[a] = y.shardings[a] = sharding(a, DimShards(before.begin(), before.begin() + same));
     move(parent, y);
     y.shardings[a] = sharding(a, DimShards(before.begin(), before.end() - 1));
@@ -230,14 +230,14 @@ void Search::gather_unwanted(int parent) {
 
 // Shards what becomes partial in the end, so that less is moved until then.
 void Search::spread_future_partials(int parent) {
-  const Layout x = nodes_[parent].layout;
+  const LayoutNode x = nodes_[parent].layout;
   for (size_t a = 0; a < axes(); ++a) {
     DimShards longer = shards(x, a);
     for (int64_t i = 0; i < mesh_ndim(); ++i) {
       if (exists(i) && can_become_partial(i) && !is_pending(x, i) && !is_sharded(x, i))
         longer.push_back({i, 1});
     }
-    Layout y = x;
+    LayoutNode y = x;
     y.shardings[a] = sharding(a, longer);
     move(parent, y);
   }
@@ -246,7 +246,7 @@ void Search::spread_future_partials(int parent) {
 // Reduces mesh dims alone or together, onto all ranks or scattered over them, as the target shards or along
 // any axis.
 void Search::reduce_pending(int parent) {
-  const Layout x = nodes_[parent].layout;
+  const LayoutNode x = nodes_[parent].layout;
   const Dims pending = pending_dims(x);
   Dims pending_to_replicate;
   for (const int64_t i : pending) {
@@ -308,8 +308,8 @@ std::vector<Step> Search::steps_to(int node) {
   struct Leg {
     StepKind kind;
     Dims mesh_dims;
-    const Layout* before;
-    const Layout* after;
+    const LayoutNode* before;
+    const LayoutNode* after;
     int64_t bytes;
   };
   std::vector<int> path;
@@ -365,7 +365,7 @@ std::vector<Step> Search::steps_to(int node) {
 }
 
 // What is left when all values are where they should be: making them partial.
-void Search::append_partials(const Layout& x, std::vector<Step>& steps) const {
+void Search::append_partials(const LayoutNode& x, std::vector<Step>& steps) const {
   Step made{StepKind::to_partial, {}, {}, {}, {}, 0, 0};
   Step rescaled{StepKind::rescale, {}, {}, {}, {}, 0, 0};
   Placements placements = to().placements();

@@ -134,8 +134,8 @@ def test_attention(options, local):
         for (name, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, **CLOSE, msg=lambda text: f"{name}: {text}")
     with torch.no_grad():
-        torch.testing.assert_close(module.eval()(query, memory, memory)[0] if local else module.eval()(query, memory, memory)[0].full_tensor(),
-                                   plain.eval()(query, memory, memory)[0], **CLOSE)
+        actual, expected = (each.eval()(query, memory, memory)[0] for each in (module, plain))
+        torch.testing.assert_close(actual if local else actual.full_tensor(), expected, **CLOSE)
 
 
 @on_ranks(3)

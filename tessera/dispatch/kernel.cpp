@@ -331,15 +331,18 @@ class OperatorCall {
       values_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(first_), stack_.end());
     if (kernel_.has_views_ && !recipe_->by_rule) [[unlikely]]
       recipe_->offsets = view_offsets();
-    if (recipe_->asks_dtypes) [[unlikely]] {
-      check_dtypes_as_first_rank(op_, given_arguments(), decision.inputs);
-      recipe_->asks_dtypes = false;
-    }
+    Stack given;
+    if (recipe_->asks_dtypes) [[unlikely]]
+      given = given_arguments();
     for (const auto& [position, value] : decision.local.arguments) argument(position) = value;
     substitute();
     if (kernel_.is_random_ && !recipe_->by_rule && kernel_.generator_) [[unlikely]]
       seed(argument(*kernel_.generator_));
     const auto compute = [&] {
+      if (recipe_->asks_dtypes) [[unlikely]] {
+        check_dtypes_as_first_rank(op_, given, decision.inputs);
+        recipe_->asks_dtypes = false;
+      }
       decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
     };
     if (recipe_->refuses_together) [[unlikely]] {
@@ -689,7 +692,14 @@ class OperatorCall {
   /// these, or some hold nothing and do not look. The same on all ranks.
   bool sees_different_values(const rules::Decision& decision) const {
     const auto& names = resolved_.rule->checks_values_of;
-    if (names.empty() || decision.local.communicates || !arguments_[0].tensor.is_cpu()) return false;
+    const auto is_argument = [&](const std::string& name) {
+      return schema_.argumentIndexWithName(name).has_value();
+    };
+    if (!std::any_of(names.begin(), names.end(), is_argument) || decision.local.communicates ||
+        !arguments_[0].tensor.is_cpu())
+      return false;
+    const auto is_integral = [](const Spec& spec) { return at::isIntegralType(spec.dtype(), false); };
+    if (std::none_of(decision.inputs.begin(), decision.inputs.end(), is_integral)) return false;
     if (holds_nothing_somewhere(decision.inputs)) return true;
     for (const size_t i : c10::irange(arguments_.size())) {
       if (decision.inputs[i].is_sharded() &&

@@ -204,6 +204,17 @@ Rule any_pointwise() {
   return rule;
 }
 
+namespace {
+
+/// An integer cannot be divided by zero.
+Rule division() {
+  Rule rule = any_pointwise();
+  rule.checks_values_of = {"other"};
+  return rule;
+}
+
+}  // namespace
+
 Table pointwise_rules() {
   const Linear first{{0}};
   return tried({
@@ -226,15 +237,31 @@ Table pointwise_rules() {
       {{"relu", "exp", "tanh", "sigmoid", "floor", "ceil", "trunc", "expm1", "erf", "atan", "asinh", "sinh",
         "hardtanh", "hardsigmoid"},
        monotone()},
-      {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor",
-        "floor_divide",    "_prelu_kernel",        "complex",
-        "polar",           "log_sigmoid_backward", "eq_.Tensor",
-        "eq_.Scalar",      "ne_.Tensor",           "ne_.Scalar",
-        "lt_.Tensor",      "lt_.Scalar",           "le_.Tensor",
-        "le_.Scalar",      "gt_.Tensor",           "gt_.Scalar",
-        "ge_.Tensor",      "ge_.Scalar",           "rrelu_with_noise_backward",
-        "_add_relu.Tensor"},
+      {{"hardswish",
+        "masked_fill.Scalar",
+        "masked_fill.Tensor",
+        "_add_relu.Tensor",
+        "_prelu_kernel",
+        "complex",
+        "polar",
+        "log_sigmoid_backward",
+        "eq_.Tensor",
+        "eq_.Scalar",
+        "ne_.Tensor",
+        "ne_.Scalar",
+        "lt_.Tensor",
+        "lt_.Scalar",
+        "le_.Tensor",
+        "le_.Scalar",
+        "gt_.Tensor",
+        "gt_.Scalar",
+        "ge_.Tensor",
+        "ge_.Scalar",
+        "rrelu_with_noise_backward"},
        any_pointwise()},
+      {{"floor_divide", "div.Tensor_mode", "div.Scalar_mode", "remainder.Tensor", "remainder.Scalar",
+        "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar"},
+       division()},
       {{"log_sigmoid_forward"}, {"by min, log1p and exp", log_sigmoid}},
       {{"detach", "alias", "lift_fresh", "lift", "detach_"}, {"as it is", same}},
       {{"clone", "zero_", "_lazy_clone"}, {"as it is", copied, {"memory_format"}}},

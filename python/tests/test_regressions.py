@@ -381,6 +381,9 @@ REFUSED = {
     "bincount of floats": lambda x: x.flatten().half().bincount(),
     "a histogram of bfloat16": lambda x: x.bfloat16().histogram(4),
     "fewer than none": lambda x: x.topk(-1, 0),
+    "isin of bools": lambda x: torch.isin(x[:2] > 0, x[0] > 0),
+    "max_unpool of bools": lambda x: F.max_unpool3d((x > 0)[None, :, :, None, None], torch.zeros_like(x, dtype=torch.int64)[None, :, :, None, None], 1),
+    "statistics of two dims": lambda x: F.batch_norm(x, x[:1], None, training=False),
 }
 
 
@@ -400,6 +403,8 @@ SEEN_BY_ONE = {
     "take": lambda x, index: x.take(index + 90),
     "index": lambda x, index: x[index[:, 0]],
     "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index[:, 0]),
+    "a division by zero": lambda x, index: x.long() // (9 - index),
+    "a remainder": lambda x, index: index % (9 - index),
 }
 
 
@@ -420,9 +425,11 @@ def test_what_one_rank_alone_sees_is_refused_by_all(name):
 
 
 @on_ranks()
-def test_an_index_is_looked_at_by_ranks_that_hold_nothing():
+def test_values_are_looked_at_by_ranks_that_hold_nothing():
     for mesh in meshes():
         x = tessera.distribute_tensor(values(2, 3), mesh, [Shard(0)] * mesh.ndim)
+        with pytest.raises(RuntimeError):
+            x.long() // 0
         for index in ([0, 9], [0, -9]):
             with pytest.raises(IndexError):
                 x[:, index]

@@ -125,7 +125,12 @@ class Planner {
   bool sees_different_values(const rules::ChosenStrategy& strategy) const {
     const auto& names = resolved_.rule->checks_values_of;
     const bool on_cpu = call_.tensors[0].mesh().device_type() == at::kCPU;
-    if (names.empty() || strategy.local.communicates || !on_cpu) return false;
+    const bool has_any = std::any_of(names.begin(), names.end(),
+                                     [&](const std::string& name) { return call_.position(name).has_value(); });
+    const bool has_integers =
+        std::any_of(strategy.inputs.begin(), strategy.inputs.end(),
+                    [](const Spec& spec) { return at::isIntegralType(spec.dtype(), /*includeBool=*/false); });
+    if (!has_any || !has_integers || strategy.local.communicates || !on_cpu) return false;
     if (holds_nothing_somewhere(strategy.inputs)) return true;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       if (strategy.inputs[i].is_sharded() &&

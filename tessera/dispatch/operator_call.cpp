@@ -110,15 +110,18 @@ class OperatorCall {
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
           view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
-    if (plan_->asks_dtypes) [[unlikely]] {
-      check_dtypes_as_first_rank(info_.op, arguments_.with_tensors(), strategy.inputs);
-      plan_->asks_dtypes = false;
-    }
+    Stack given;
+    if (plan_->asks_dtypes) [[unlikely]]
+      given = arguments_.with_tensors();
     for (const auto& [position, value] : strategy.local.arguments) arguments_[position] = value;
     arguments_.substitute_locals();
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
     const auto compute = [&] {
+      if (plan_->asks_dtypes) [[unlikely]] {
+        check_dtypes_as_first_rank(info_.op, given, strategy.inputs);
+        plan_->asks_dtypes = false;
+      }
       strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
     };
     if (plan_->refuses_together) [[unlikely]] {

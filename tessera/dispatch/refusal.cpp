@@ -143,7 +143,8 @@ void throw_refusal(const c10::OperatorHandle& op, const Make& make) {
   Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   const std::exception_ptr error = refusal(op, make(0, as_it_is));
-  if (error && refusal(op, make(1, as_it_is)) && accepts_others(op, make)) std::rethrow_exception(error);
+  if (error && refusal(op, make(1, as_it_is)) && (is_not_implemented(error) || accepts_others(op, make)))
+    std::rethrow_exception(error);
 }
 
 /// Whether some input has elements, and a rank none of them. `local_shape`: what that rank holds of an input.

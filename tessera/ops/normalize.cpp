@@ -250,6 +250,9 @@ Localize if_empty(const Function& compute) {
 std::optional<Strategies> batch_norm(const OpCall& call) {
   const Spec& input = call.tensors[0];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
+  // Libtorch refuses other statistics and parameters, but only where it computes something.
+  if (std::any_of(call.tensors.begin() + 1, call.tensors.end(), [](const Spec& s) { return s.ndim() != 1; }))
+    return std::nullopt;
   const bool training = !call.position("training") || call.flag("training");
   const BatchNorm dims(input, training);
   // Running statistics that are written without being said to be must not be moved.

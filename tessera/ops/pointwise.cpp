@@ -52,6 +52,17 @@ Rule any_pointwise() {
   return rule;
 }
 
+namespace {
+
+/// An integer cannot be divided by zero.
+Rule division() {
+  Rule rule = any_pointwise();
+  rule.checks_values_of = {"other"};
+  return rule;
+}
+
+}  // namespace
+
 Table pointwise_rules() {
   // What reducing equal values leaves as it is.
   const std::vector<ReduceOp> equal_values{ReduceOp::avg, ReduceOp::min, ReduceOp::max};
@@ -76,7 +87,7 @@ Table pointwise_rules() {
         "hardtanh", "hardsigmoid"},
        Pointwise{.keeps = {ReduceOp::max, ReduceOp::min}}},
       {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor",
-        "floor_divide",    "_prelu_kernel",        "complex",
+        "_prelu_kernel",        "complex",
         "polar",           "log_sigmoid_backward", "eq_.Tensor",
         "eq_.Scalar",      "ne_.Tensor",           "ne_.Scalar",
         "lt_.Tensor",      "lt_.Scalar",           "le_.Tensor",
@@ -84,6 +95,9 @@ Table pointwise_rules() {
         "ge_.Tensor",      "ge_.Scalar",           "rrelu_with_noise_backward",
         "_add_relu.Tensor"},
        Pointwise{}},
+      {{"floor_divide", "div.Tensor_mode", "div.Scalar_mode", "remainder.Tensor", "remainder.Scalar",
+        "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar"},
+       division()},
       {{"log_sigmoid_forward"}, Decomposition{{"clamp_max", "exp", "log1p"}, log_sigmoid}},
       {{"detach", "alias", "lift_fresh", "lift", "detach_"}, AsItIs{.is_view = true}},
       {{"clone", "zero_", "_lazy_clone"}, AsItIs{}},

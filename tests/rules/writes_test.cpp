@@ -316,10 +316,10 @@ TEST(RegisterSharding, AddsAndReplaces) {
   };
   EXPECT_EQ(placement_of_result(false), Placements{Replicate()});
   register_sharding("tessera_rules_test::scale_rows",
-                    rules::explicit_rows({{{Shard(0), Shard(0)}, {Shard(0)}}}));
+                    rules::explicit_strategies({{{Shard(0), Shard(0)}, {Shard(0)}}}));
   EXPECT_EQ(placement_of_result(true), Placements{Shard(0)});
   register_sharding("tessera_rules_test::scale_rows",
-                    rules::explicit_rows({{{Shard(1), Replicate()}, {Shard(1)}}}));
+                    rules::explicit_strategies({{{Shard(1), Replicate()}, {Shard(1)}}}));
   EXPECT_EQ(placement_of_result(true), Placements{Shard(1)});
 }
 

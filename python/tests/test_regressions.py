@@ -403,8 +403,6 @@ SEEN_BY_ONE = {
     "take": lambda x, index: x.take(index + 90),
     "index": lambda x, index: x[index[:, 0]],
     "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index[:, 0]),
-    "a division by zero": lambda x, index: x.long() // (9 - index),
-    "a remainder": lambda x, index: index % (9 - index),
 }
 
 
@@ -428,8 +426,6 @@ def test_what_one_rank_alone_sees_is_refused_by_all(name):
 def test_values_are_looked_at_by_ranks_that_hold_nothing():
     for mesh in meshes():
         x = tessera.distribute_tensor(values(2, 3), mesh, [Shard(0)] * mesh.ndim)
-        with pytest.raises(RuntimeError):
-            x.long() // 0
         for index in ([0, 9], [0, -9]):
             with pytest.raises(IndexError):
                 x[:, index]
@@ -514,7 +510,7 @@ def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
 @on_ranks()
 def test_what_one_device_refuses(name):
     """On every rank, with the same error, however often."""
-    with pytest.raises(Exception) as expected:
+    with pytest.raises(Exception) as expected:  # noqa: PT011
         REFUSED[name](values(8, 3))
     for mesh in meshes():
         for placements in placements_of(values(8, 3), mesh, partial=False):
@@ -532,7 +528,7 @@ def test_indices_out_of_range(operator):
     mesh = meshes()[0]
     index = torch.full((8, 3), 9) if operator in ("gather", "scatter_add") else torch.full((8,), 9)
     arguments = [] if operator in ("gather", "index_select") else [values(8, 3)]
-    with pytest.raises(Exception) as expected:
+    with pytest.raises(Exception) as expected:  # noqa: PT011
         getattr(values(8, 3), operator)(0, index, *arguments)
     x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
     with pytest.raises(expected.type, match="range|bounds"), implicit_replication():

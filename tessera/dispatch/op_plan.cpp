@@ -125,8 +125,9 @@ class Planner {
   bool sees_different_values(const rules::ChosenStrategy& strategy) const {
     const auto& names = resolved_.rule->checks_values_of;
     const bool on_cpu = call_.tensors[0].mesh().device_type() == at::kCPU;
-    const bool has_any = std::any_of(names.begin(), names.end(),
-                                     [&](const std::string& name) { return call_.position(name).has_value(); });
+    const bool has_any = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+      return call_.position(name).has_value();
+    });
     const bool has_integers =
         std::any_of(strategy.inputs.begin(), strategy.inputs.end(),
                     [](const Spec& spec) { return at::isIntegralType(spec.dtype(), /*includeBool=*/false); });
@@ -145,7 +146,9 @@ class Planner {
     plan.routes.push_back(route(from, plan.by_rule ? plan.strategy.inputs[index] : replicated(from)));
     if (!call_.written[index]) return;
     const Spec written = plan.by_rule ? plan.strategy.written[index] : replicated(from);
-    if (written != from) plan.routes[index].back = tessera::plan(written, from);
+    // Also where it is as it was, but not in the memory it was in.
+    if (written != from || !plan.routes[index].plan.steps.empty())
+      plan.routes[index].back = tessera::plan(written, from);
   }
 
   InputRoute route(const Spec& from, const Spec& to) const {

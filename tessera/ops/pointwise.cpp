@@ -52,17 +52,6 @@ Rule any_pointwise() {
   return rule;
 }
 
-namespace {
-
-/// An integer cannot be divided by zero.
-Rule division() {
-  Rule rule = any_pointwise();
-  rule.checks_values_of = {"other"};
-  return rule;
-}
-
-}  // namespace
-
 Table pointwise_rules() {
   // What reducing equal values leaves as it is.
   const std::vector<ReduceOp> equal_values{ReduceOp::avg, ReduceOp::min, ReduceOp::max};
@@ -86,18 +75,29 @@ Table pointwise_rules() {
       {{"relu", "exp", "tanh", "sigmoid", "floor", "ceil", "trunc", "expm1", "erf", "atan", "asinh", "sinh",
         "hardtanh", "hardsigmoid"},
        Pointwise{.keeps = {ReduceOp::max, ReduceOp::min}}},
-      {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor",
-        "_prelu_kernel",        "complex",
-        "polar",           "log_sigmoid_backward", "eq_.Tensor",
-        "eq_.Scalar",      "ne_.Tensor",           "ne_.Scalar",
-        "lt_.Tensor",      "lt_.Scalar",           "le_.Tensor",
-        "le_.Scalar",      "gt_.Tensor",           "gt_.Scalar",
-        "ge_.Tensor",      "ge_.Scalar",           "rrelu_with_noise_backward",
+      {{"hardswish",
+        "floor_divide",
+        "masked_fill.Scalar",
+        "masked_fill.Tensor",
+        "_prelu_kernel",
+        "complex",
+        "polar",
+        "log_sigmoid_backward",
+        "eq_.Tensor",
+        "eq_.Scalar",
+        "ne_.Tensor",
+        "ne_.Scalar",
+        "lt_.Tensor",
+        "lt_.Scalar",
+        "le_.Tensor",
+        "le_.Scalar",
+        "gt_.Tensor",
+        "gt_.Scalar",
+        "ge_.Tensor",
+        "ge_.Scalar",
+        "rrelu_with_noise_backward",
         "_add_relu.Tensor"},
        Pointwise{}},
-      {{"floor_divide", "div.Tensor_mode", "div.Scalar_mode", "remainder.Tensor", "remainder.Scalar",
-        "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar"},
-       division()},
       {{"log_sigmoid_forward"}, Decomposition{{"clamp_max", "exp", "log1p"}, log_sigmoid}},
       {{"detach", "alias", "lift_fresh", "lift", "detach_"}, AsItIs{.is_view = true}},
       {{"clone", "zero_", "_lazy_clone"}, AsItIs{}},

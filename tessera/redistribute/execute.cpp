@@ -323,9 +323,6 @@ at::Tensor Runner::rescale() const {
     const auto count = static_cast<double>(mesh().shape()[i]);
     factor = after_.placement(i).op() == ReduceOp::avg ? factor * count : factor / count;
   }
-  if (at::isIntegralType(after_.dtype(), /*includeBool=*/false)) {
-    return local_.mul(static_cast<int64_t>(factor));
-  }
   return local_.mul(factor);
 }
 

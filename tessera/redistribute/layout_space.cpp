@@ -30,10 +30,10 @@ bool advance(c10::DimVector& coordinate, c10::IntArrayRef mesh_shape, const Dims
   return false;
 }
 
-// Whether P(from) becomes P(to) by a factor on every rank. Integers cannot be divided exactly.
+// Whether P(from) becomes P(to) by a factor on every rank. Integers cannot be divided exactly, and their
+// multiples may wrap around.
 bool can_rescale(const Placement& from, const Placement& to, c10::ScalarType dtype) {
-  if (!is_linear(from.op()) || !is_linear(to.op()) || dtype == c10::ScalarType::Bool) return false;
-  return to.op() == ReduceOp::avg || c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+  return is_linear(from.op()) && is_linear(to.op()) && !c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
 }  // namespace

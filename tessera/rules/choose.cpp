@@ -24,6 +24,15 @@ double bytes_without(const Spec& spec, size_t m) {
   return bytes;
 }
 
+/// Sums and averages of integers are not multiples of each other: they are rounded, and wrap around.
+double redistribution_cost(const Spec& spec, size_t m, const Placement& from, const Placement& to,
+                           const LinkCost& link) {
+  const bool rescales = from.is_partial() && to.is_partial() && from != to &&
+                        at::isIntegralType(spec.dtype(), /*includeBool=*/true);
+  return transition_cost(from, rescales ? Replicate() : to, spec.mesh().shape()[m], bytes_without(spec, m),
+                         link);
+}
+
 /// What a strategy leaves open: how shards are strided, and which partial placement is meant.
 struct Variant {
   int64_t split = 1;
@@ -132,7 +141,6 @@ class Chooser {
   }
 
   double cost_of(const Strategy& strategy, const Variant& variant, size_t m, double limit) const {
-    const int64_t n = mesh_.shape()[m];
     double cost = 0;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Placement& now = call_.tensors[i].placement(m);
@@ -142,11 +150,10 @@ class Chooser {
       if (then.is_partial(ReduceOp::avg) && !strategy.any_partial &&
           at::isIntegralType(call_.tensors[i].dtype(), /*includeBool=*/true))
         return kImpossible;
-      const double bytes = bytes_without(call_.tensors[i], m);
-      cost += transition_cost(now, then, n, bytes, links_[m]);
+      cost += redistribution_cost(call_.tensors[i], m, now, then, links_[m]);
       if (call_.written[i]) {
         const Placement after = returned_[i] < 0 ? then : variant(output(strategy, returned_[i]));
-        cost += transition_cost(after, now, n, bytes, links_[m]);
+        cost += redistribution_cost(call_.tensors[i], m, after, now, links_[m]);
       }
       if (cost >= limit) return cost;
     }

@@ -867,7 +867,7 @@ TEST(FromGroups, RefusesWhatDoesNotFit) {
   EXPECT_THAT(make({}), HasSubstr("has 2 dims, but 0 groups are given"));
   EXPECT_THAT(make({dp, nullptr}), HasSubstr("The group given for mesh dim 'tp' is null"));
   EXPECT_THAT(make({dp, foreign_group(1, 2)}), HasSubstr("mesh dim 'tp' has 2 ranks"));
-  EXPECT_THAT(make({dp, foreign_group(2, 3)}), HasSubstr("mesh dim 'tp', but number 1"));
+  EXPECT_THAT(make({dp, foreign_group(2, 3)}), HasSubstr("mesh dim 'tp', but coordinate 1"));
   EXPECT_THAT(make({dp, world->group({3, 4, 6}, at::kCPU)}),
               HasSubstr("mesh dim 'tp' is of ranks [3, 4, 6], but along that dim mesh(dp=2, tp=3) has ranks "
                         "[3, 4, 5]"));

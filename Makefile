@@ -2,10 +2,14 @@
 BUILD ?= build
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
+# Python that is formatted by ruff, besides being linted.
+PYTHON = bench scripts/check_layers scripts/extract_examples python/op_db python/validate
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
+
+SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
 
 # In tests, every local tensor is checked to lie in memory as its spec says, and new memory is filled with NaN.
 CHECKS = TESSERA_CHECK_LAYOUT=1 TESSERA_FILL_MEMORY=1
@@ -23,11 +27,12 @@ help:
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
-	@echo 'make lint      check formatting, scripts and the order of the layers'
+	@echo 'make lint      check formatting, Python (ruff), scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
 	@echo 'make format    format all sources'
+	@echo 'make docs      make the API reference from the headers, into $(BUILD)/docs'
 	@echo 'make install   install into PREFIX ($(PREFIX))'
 	@echo 'make clean     remove what was built'
 	@echo
@@ -105,16 +110,27 @@ operators: build
 lint:
 	@scripts/setup >/dev/null
 	@clang-format --dry-run -Werror $(SOURCES)
-	@shellcheck scripts/setup .ci/run tests/install/run tests/install/wheel
+	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet . $(PYTHON) && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
+	  .venv/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no .venv, so Python is not linted.'; fi
 
-tidy: build
+# clang-tidy looks at each source alone, and cannot read gcc's precompiled headers.
+tidy:
+	$(call configure,build-tidy,-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DTESSERA_UNITY_BUILD=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCCACHE=OFF)
 	@command -v clang-tidy >/dev/null || { echo 'clang-tidy is missing: apt-get install clang-tidy'; exit 1; }
-	@clang-tidy --quiet -p $(BUILD) $(filter %.cpp,$(SOURCES))
+	@clang-tidy --quiet -p build-tidy $(filter %.cpp,$(SOURCES))
 
 format:
 	@scripts/setup >/dev/null
 	@clang-format -i $(SOURCES)
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet --select I --fix $(PYTHON) && .venv/bin/ruff format --quiet $(PYTHON); fi
+
+docs:
+	@scripts/setup >/dev/null
+	@mkdir -p $(BUILD)/docs
+	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs'; } | doxygen -
+	@echo 'The reference is in $(BUILD)/docs/html/index.html.'
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
@@ -136,4 +152,4 @@ tsan:
 	@cd build-tsan && GTEST_FILTER="-Gloo*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
 
 clean:
-	@rm -rf $(BUILD) build-asan build-tsan build-wheel
+	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel

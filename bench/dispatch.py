@@ -80,7 +80,9 @@ def parameters_of(module, mesh):
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--torch", metavar="FILE", help="where to write what torch.distributed.tensor costs")
+    arguments.add_argument(
+        "--torch", metavar="FILE", help="where to write what torch.distributed.tensor costs"
+    )
     options = arguments.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -94,14 +96,22 @@ def main():
     def row(name, calls):
         plain, mine, reference = microseconds(calls)
         rows.append((name, mine - plain, reference - plain))
-        print(f"{name:20}{plain:10.2f}{'+%.2f' % (mine - plain):>10}{'+%.2f' % (reference - plain):>10}{(reference - plain) / max(mine - plain, 0.01):7.0f}x", flush=True)
+        print(
+            f"{name:20}{plain:10.2f}{'+%.2f' % (mine - plain):>10}{'+%.2f' % (reference - plain):>10}{(reference - plain) / max(mine - plain, 0.01):7.0f}x",
+            flush=True,
+        )
 
     with torch.no_grad():
         for name, call in OPERATIONS.items():
             row(name, [lambda t=t: call(t) for t in tensors])
-    print(f"{'median':30}{'+%.2f' % statistics.median(r[1] for r in rows):>10}{'+%.2f' % statistics.median(r[2] for r in rows):>10}{statistics.median(r[2] / max(r[1], 0.01) for r in rows):7.0f}x")
+    print(
+        f"{'median':30}{f'+{statistics.median(r[1] for r in rows):.2f}':>10}{f'+{statistics.median(r[2] for r in rows):.2f}':>10}{statistics.median(r[2] / max(r[1], 0.01) for r in rows):7.0f}x"
+    )
     plain = (torch.ones(8, 8), torch.ones(8, 8, requires_grad=True), torch.ones(8, requires_grad=True))
-    row("linear+relu fw+bw", [lambda p=p: train(*p) for p in (plain, *(parameters_of(*each) for each in meshes))])
+    row(
+        "linear+relu fw+bw",
+        [lambda p=p: train(*p) for p in (plain, *(parameters_of(*each) for each in meshes))],
+    )
     if options.torch:
         with open(options.torch, "w") as file:
             file.writelines(f"{name}\t{reference:.3f}\n" for name, _, reference in rows)

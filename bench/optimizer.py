@@ -37,7 +37,11 @@ def parameters_of(module):
     made = []
     for number in range(COUNT):
         placement = module.Shard(0) if number % 2 else module.Replicate()
-        made.append(torch.nn.Parameter(module.DTensor.from_local(torch.ones(8, 8), mesh, [placement], run_check=False)))
+        made.append(
+            torch.nn.Parameter(
+                module.DTensor.from_local(torch.ones(8, 8), mesh, [placement], run_check=False)
+            )
+        )
     return made
 
 
@@ -46,14 +50,16 @@ def main():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     print(f"{COUNT} parameters of 8 x 8, half of them cut, ms")
     print(f"{'':28}{'plain':>10}{'Tessera':>10}{'':>8}{'torch':>10}")
-    sets = {name: parameters_of(module) for name, module in (("plain", None), ("ours", ours), ("theirs", theirs))}
+    sets = {
+        name: parameters_of(module) for name, module in (("plain", None), ("ours", ours), ("theirs", theirs))
+    }
     for parameters in sets.values():
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
 
     def row(name, make):
         times = []
-        for which, parameters in sets.items():
+        for _which, parameters in sets.items():
             try:
                 times.append(milliseconds(make(parameters)))
             except Exception as error:

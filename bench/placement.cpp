@@ -1,8 +1,9 @@
-// What the bookkeeping costs: chunk arithmetic, specs, meshes and plans.
+// What the bookkeeping costs: chunk arithmetic, specs, meshes, plans and redistribution without its transport.
 
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/placement/spec.h>
-#include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include <ATen/ATen.h>
 #include <benchmark/benchmark.h>
 
 namespace {
@@ -80,6 +82,39 @@ void plan_on_a_5d_mesh_of_100000_ranks(benchmark::State& state) {
   state.counters["longest_us"] = longest;
 }
 BENCHMARK(plan_on_a_5d_mesh_of_100000_ranks)->Iterations(1000);
+
+void plan_on_a_3d_mesh(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({2, 4, 8});
+  const Spec from(mesh, {Shard(0), Partial(), Shard(1)}, {4096, 1024});
+  const Spec to(mesh, {Replicate(), Shard(0), Shard(0)}, {4096, 1024});
+  for (auto _ : state) benchmark::DoNotOptimize(plan(from, to));
+}
+BENCHMARK(plan_on_a_3d_mesh);
+
+void take_that_plan_from_the_cache(benchmark::State& state) {
+  const DeviceMesh mesh = mesh_of({2, 4, 8});
+  const Spec from(mesh, {Shard(0), Partial(), Shard(1)}, {4096, 1024});
+  const Spec to(mesh, {Replicate(), Shard(0), Shard(0)}, {4096, 1024});
+  for (auto _ : state) benchmark::DoNotOptimize(cached_plan(from, to));
+}
+BENCHMARK(take_that_plan_from_the_cache);
+
+/// DTensor::redistribute of a small tensor, whose collectives move nothing.
+void redistribute_on(benchmark::State& state, at::IntArrayRef mesh_shape, const Placements& from,
+                     const Placements& to) {
+  const DeviceMesh mesh = mesh_of(mesh_shape);
+  const Spec spec(mesh, from, {64, 64});
+  DTensor::FromLocalOptions options;
+  options.shape = {64, 64};
+  const DTensor x = DTensor::from_local(at::zeros(spec.local_shape()), mesh, from, options);
+  for (auto _ : state) benchmark::DoNotOptimize(x.redistribute(to));
+}
+BENCHMARK_CAPTURE(redistribute_on, slice_1d, {4}, {Replicate()}, {Shard(0)});
+BENCHMARK_CAPTURE(redistribute_on, all_gather_1d, {4}, {Shard(0)}, {Replicate()});
+BENCHMARK_CAPTURE(redistribute_on, all_to_all_1d, {4}, {Shard(0)}, {Shard(1)});
+BENCHMARK_CAPTURE(redistribute_on, reduce_scatter_2d, {2, 2}, {Shard(0), Partial()}, {Shard(0), Shard(1)});
+BENCHMARK_CAPTURE(redistribute_on, mixed_3d, {2, 2, 2}, {Shard(0), Partial(), Shard(1)},
+                  {Replicate(), Shard(0), Shard(0)});
 
 }  // namespace
 

@@ -60,7 +60,9 @@ class Block(nn.Module):
     def forward(self, x):
         # Queries, keys and values of a head lie side by side. There are as many heads as this rank has.
         qkv = self.qkv(self.norm1(x))
-        query, key, value = (part.transpose(1, 2) for part in qkv.view(*qkv.shape[:2], -1, 3, self.size).unbind(3))
+        query, key, value = (
+            part.transpose(1, 2) for part in qkv.view(*qkv.shape[:2], -1, 3, self.size).unbind(3)
+        )
         x = x + self.projection(attend(query, key, value).transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
@@ -69,7 +71,11 @@ def attend(query, key, value):
     theirs = isinstance(query, torch.distributed.tensor.DTensor)
     given = [tensor.to_local() for tensor in (query, key, value)] if theirs else (query, key, value)
     result = functional.scaled_dot_product_attention(*given, is_causal=True)
-    return torch.distributed.tensor.DTensor.from_local(result, query.device_mesh, query.placements) if theirs else result
+    return (
+        torch.distributed.tensor.DTensor.from_local(result, query.device_mesh, query.placements)
+        if theirs
+        else result
+    )
 
 
 class GPT(nn.Module):
@@ -86,7 +92,9 @@ class GPT(nn.Module):
 
 
 def text_of(setup: Setup) -> torch.Tensor:
-    return torch.randint(0, setup.vocabulary, (setup.batch, setup.context + 1), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, setup.vocabulary, (setup.batch, setup.context + 1), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def step_of(model: nn.Module, text: torch.Tensor, after_backward=lambda: None):
@@ -152,7 +160,9 @@ def speed(setup: Setup, step, rounds: int) -> float:
 
 
 def on_threads(setup: Setup, what: str, rounds: int) -> float:
-    return tessera.run(2, lambda: speed(setup, parallel_step(setup, "tessera", what), rounds), threads_per_rank=1)[0]
+    return tessera.run(
+        2, lambda: speed(setup, parallel_step(setup, "tessera", what), rounds), threads_per_rank=1
+    )[0]
 
 
 def on_gloo(size: str, name: str, what: str, rounds: int) -> float:
@@ -162,7 +172,10 @@ def on_gloo(size: str, name: str, what: str, rounds: int) -> float:
         port = str(free.getsockname()[1])
     command = [sys.executable, __file__, "--rounds", str(rounds), "--worker", size, name, what]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    workers = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     outputs = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise RuntimeError(f"bench/train.py: a process of {size} {name} {what} failed.")
@@ -178,14 +191,18 @@ def worker(size: str, name: str, what: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", metavar="FILE", help="where to write the tokens a second of torch.distributed.tensor")
+    parser.add_argument(
+        "--torch", metavar="FILE", help="where to write the tokens a second of torch.distributed.tensor"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measurements, of which the median counts")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.worker:
         return worker(*arguments.worker, arguments.rounds)
-    print("Training a GPT from Python: tokens a second on two ranks with a core each, and how many times those of torch.distributed.tensor on gloo")
+    print(
+        "Training a GPT from Python: tokens a second on two ranks with a core each, and how many times those of torch.distributed.tensor on gloo"
+    )
     print(f"{'':20}{'one device':>12}{'Tessera, threads':>24}{'Tessera, gloo':>24}{'torch, gloo':>14}")
     lines = []
     for size, setup in SETUPS.items():

@@ -29,6 +29,7 @@
 #include <tessera/random/random.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_cache.h>
 #include <tessera/sharded/bridge.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>

@@ -69,20 +69,20 @@ void check(const Options& options) {
     fail("--heads", c10::str(model.heads, " heads cannot be dealt to tp=", options.tp, " ranks"));
 }
 
-/// Characters as numbers.
+/// Characters as indices.
 class Text {
  public:
   Text() {
-    std::map<char, int64_t> numbers;
-    for (const char letter : gpt::kText) numbers.emplace(letter, 0);
-    for (auto& [letter, number] : numbers) number = count_++;
-    for (const char letter : gpt::kText) letters_.push_back(numbers[letter]);
+    std::map<char, int64_t> indices;
+    for (const char letter : gpt::kText) indices.emplace(letter, 0);
+    for (auto& [letter, index] : indices) index = count_++;
+    for (const char letter : gpt::kText) letters_.push_back(indices[letter]);
   }
 
   int64_t vocabulary() const { return count_; }
   int64_t size() const { return static_cast<int64_t>(letters_.size()); }
 
-  /// Pieces from places that depend on the seed and the step only.
+  /// Pieces from positions that depend on the seed and the step only.
   at::Tensor batch(int64_t size, int64_t length, uint64_t seed, int64_t step) const {
     std::mt19937_64 random(seed * 1000003 + static_cast<uint64_t>(step));
     const at::Tensor result = at::empty({size, length}, at::kLong);
@@ -129,16 +129,16 @@ at::Tensor loss_of(gpt::GPT& model, const at::Tensor& pieces, int64_t context) {
                                               pieces.slice(1, 1).flatten());
 }
 
-/// Trains the model as it is, on batches that `place` has placed; the loss of each step.
-template <class Place>
+/// Trains the model as it is, on batches that `distribute` has distributed; the loss of each step.
+template <class Distribute>
 std::vector<double> train(gpt::GPT& model, const Text& text, const Options& options, bool shown,
-                          const Place& place) {
+                          const Distribute& distribute) {
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.learning_rate));
   const int64_t context = options.model.context;
   Progress progress(options.steps, options.batch * context, shown);
   std::vector<double> losses;
   for (int64_t step = 0; step < options.steps; ++step) {
-    const at::Tensor pieces = place(text.batch(options.batch, context + 1, options.seed, step));
+    const at::Tensor pieces = distribute(text.batch(options.batch, context + 1, options.seed, step));
     const at::Tensor loss = loss_of(model, pieces, context);
     optimizer.zero_grad();
     loss.backward();
@@ -163,18 +163,18 @@ void show_mesh(const DeviceMesh& mesh) {
   }
 }
 
-/// Where the parameters are; those of all blocks are placed alike.
+/// Where the parameters are; those of all blocks have the same placements.
 void show_parameters(const torch::nn::Module& model) {
-  int64_t held = 0, all = 0;
+  int64_t local = 0, all = 0;
   for (const auto& parameter : model.named_parameters()) {
     const DTensor tensor(parameter.value());
-    held += tensor.to_local().numel();
+    local += tensor.to_local().numel();
     all += tensor.numel();
     if (parameter.key().starts_with("blocks.") && !parameter.key().starts_with("blocks.0.")) continue;
     std::cout << "  " << std::left << std::setw(28) << parameter.key() << std::setw(12)
               << c10::str(c10::ArrayRef<Placement>(tensor.placements())) << tensor.sizes() << '\n';
   }
-  std::cout << "\n  " << all << " parameters, of which this rank holds " << held << '\n';
+  std::cout << "\n  " << all << " parameters, of which this rank has " << local << '\n';
 }
 
 /// What one step communicates.
@@ -231,7 +231,7 @@ bool run_demo(Options options) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {options.dp, options.tp}, {"dp", "tp"});
     gpt::GPT model = fresh();
     gpt::parallelize(*model, mesh, options.sequence_parallel);
-    auto place = [&](const at::Tensor& pieces) {
+    auto distribute = [&](const at::Tensor& pieces) {
       return distribute_tensor(pieces, mesh, {Shard(0), Replicate()}, std::nullopt);
     };
     if (first) {
@@ -240,13 +240,13 @@ bool run_demo(Options options) {
       heading("Parameters");
       show_parameters(*model);
     }
-    show_collectives(model, place(text.batch(options.batch, options.model.context + 1, options.seed, 0)),
+    show_collectives(model, distribute(text.batch(options.batch, options.model.context + 1, options.seed, 0)),
                      options.model.context, first);
     if (first) {
       heading(c10::str("Training on ", text.size(), " characters, ", options.batch, " pieces of ",
                        options.model.context, " a step"));
     }
-    const auto mine = train(model, text, options, first, place);
+    const auto mine = train(model, text, options, first, distribute);
     if (first) {
       is_first = true;
       losses = mine;

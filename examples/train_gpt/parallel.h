@@ -10,7 +10,7 @@ namespace gpt {
 /// Distributes the model on a mesh with the dims "dp" and "tp".
 inline void parallelize(torch::nn::Module& model, const tessera::DeviceMesh& mesh, bool sequence_parallel) {
   using namespace tessera;
-  // Between the blocks each rank of "tp" has all of its batch, or its part of the sequences.
+  // Between the blocks each rank of "tp" has all of its batch, or its shard of the sequences.
   const Placement stream = sequence_parallel ? Shard(1) : Replicate();
   ParallelPlan plan{
       {"tokens", RowwiseParallel({.output_layouts = stream})},

@@ -29,13 +29,13 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "op_db"))
 
-import torch  # noqa: E402
+import torch
 
-import harness  # noqa: E402
-import script  # noqa: E402
-from oracle import SUMMABLE, Wrong, first_line, random_placements  # noqa: E402
-from script import Case  # noqa: E402
-from tessera import Partial, Replicate, Shard  # noqa: E402
+import harness
+import script
+from oracle import SUMMABLE, Wrong, first_line, random_placements
+from script import Case
+from tessera import Partial, Replicate, Shard
 
 KINDS = ("operators", "errors", "modules", "models")
 MESHES = ((4,), (2, 2), (3,))

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tessera.experimental import implicit_replication
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import tessera
-from tessera import Replicate, Shard, _C
-from tessera.experimental import implicit_replication
+from tessera import _C, Replicate, Shard
 
 warnings.filterwarnings("ignore")
 
@@ -56,7 +56,9 @@ def placed(value: Any, mesh: tessera.DeviceMesh, last: bool) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     cut = [Shard(value.ndim - 1 if last else 0)] if value.ndim else [Replicate()]
-    return tessera.distribute_tensor(value.detach(), mesh, cut, src_data_rank=None).requires_grad_(value.requires_grad)
+    return tessera.distribute_tensor(value.detach(), mesh, cut, src_data_rank=None).requires_grad_(
+        value.requires_grad
+    )
 
 
 def gathered(messages: list[str]) -> set[str]:
@@ -67,9 +69,15 @@ def gathered(messages: list[str]) -> set[str]:
 
 def run_sample(info: Any, sample: Any, last: bool) -> None:
     mesh = tessera.init_device_mesh("cpu", (RANKS,))
-    first, args, kwargs = pytree.tree_map(lambda leaf: placed(leaf, mesh, last), (sample.input, sample.args, sample.kwargs))
+    first, args, kwargs = pytree.tree_map(
+        lambda leaf: placed(leaf, mesh, last), (sample.input, sample.args, sample.kwargs)
+    )
     with implicit_replication(), tessera.implicit_communication("warned"):
-        results = [leaf for leaf in pytree.tree_leaves(info.op(first, *args, **kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        results = [
+            leaf
+            for leaf in pytree.tree_leaves(info.op(first, *args, **kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if results:
             torch.autograd.backward(results, [torch.ones_like(leaf) for leaf in results])
 
@@ -107,7 +115,9 @@ def main() -> None:
     lines = [HEADER, "| operator | calls | entries of the database |", "|---|---|---|"]
     for op, entries in sorted(found.items()):
         names = sorted(entries)
-        shown = " ".join(f"`{name}`" for name in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        shown = " ".join(f"`{name}`" for name in names[:6]) + (
+            f" and {len(names) - 6} more" if len(names) > 6 else ""
+        )
         lines.append(f"| `{op.removeprefix('aten::')}` | {sum(entries.values())} | {shown} |")
     text = "\n".join(lines) + "\n"
     if options.output:

@@ -14,13 +14,12 @@ from typing import Any
 from tessera import Partial, Placement, Replicate, Shard  # isort: skip
 
 import torch
+from oracle import SUMMABLE, copy_of, same_values
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_device_type import toleranceOverride
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import DecorateInfo, OpInfo, SampleInput
 from torch.utils import _pytree as pytree
-
-from oracle import SUMMABLE, copy_of, same_values
 
 MESHES = ((4,), (2, 2))
 
@@ -29,7 +28,16 @@ MESHES = ((4,), (2, 2))
 REPLICATED, PARTIAL, FIRST_MIX, FIRST_REDUCED, LAYOUTS = 0, 7, 8, 10, 16
 
 #: What they return was never written, so there are no values to compare.
-UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+UNINITIALISED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "resize_as_",
+}
 
 # The database seeds the generator of this process before each call of a random operator, which ranks that are threads share. They
 # are tried without it.
@@ -59,7 +67,9 @@ def dtype_of(op: OpInfo) -> torch.dtype | None:
     if name_of(op) in ILL_CONDITIONED:
         return torch.float64
     preferred = (torch.float32, torch.complex64, torch.int64, torch.bool)
-    return next((dtype for dtype in preferred if dtype in supported), next(iter(sorted(supported, key=str)), None))
+    return next(
+        (dtype for dtype in preferred if dtype in supported), next(iter(sorted(supported, key=str)), None)
+    )
 
 
 def tolerance_of(op: OpInfo, dtype: torch.dtype) -> tuple[float, float]:
@@ -82,7 +92,9 @@ class Inputs:
     """The tensors of a sample, and how to call an operator with others in their place."""
 
     def __init__(self, sample: SampleInput) -> None:
-        self._leaves, self._structure = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        self._leaves, self._structure = pytree.tree_flatten(
+            (sample.input, tuple(sample.args), dict(sample.kwargs))
+        )
         self.tensors: list[torch.Tensor] = []
         self.requires_grad: list[bool] = []
         self._place: dict[int, int] = {}  # of a leaf, in tensors: one tensor may be given twice
@@ -96,11 +108,20 @@ class Inputs:
                 self.requires_grad.append(leaf.requires_grad)
 
     def __repr__(self) -> str:
-        names = [f"input {self._place[index]}" if index in self._place else leaf for index, leaf in enumerate(self._leaves)]
+        names = [
+            f"input {self._place[index]}" if index in self._place else leaf
+            for index, leaf in enumerate(self._leaves)
+        ]
         first, args, kwargs = pytree.tree_unflatten(names, self._structure)
         return f"{first}, {args}, {kwargs}"
 
-    def call(self, function: Callable[..., Any], tensors: list[torch.Tensor], change_first: Any = None, **extra: Any) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        tensors: list[torch.Tensor],
+        change_first: Any = None,
+        **extra: Any,
+    ) -> Any:
         leaves = list(self._leaves)
         for index, place in self._place.items():
             leaves[index] = tensors[place]
@@ -113,7 +134,10 @@ class Inputs:
         return bool(self._leaves) and isinstance(self._leaves[0], torch.Tensor)
 
     def fresh(self, grad: bool) -> list[torch.Tensor]:
-        return [copy_of(tensor).requires_grad_(grad and wanted) for tensor, wanted in zip(self.tensors, self.requires_grad)]
+        return [
+            copy_of(tensor).requires_grad_(grad and wanted)
+            for tensor, wanted in zip(self.tensors, self.requires_grad)
+        ]
 
 
 @dataclass
@@ -139,7 +163,9 @@ def detached(value: Any) -> Any:
 
 
 def differentiable_leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [
+        leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
 
 
 def references(op: OpInfo, sample: SampleInput, inputs: Inputs, gradients: bool) -> Iterator[Reference]:
@@ -165,11 +191,17 @@ def references(op: OpInfo, sample: SampleInput, inputs: Inputs, gradients: bool)
 
             return inputs.call(in_place, tensors, copied), kept[0]
 
-        found = reference("in-place", op, sample, inputs, into_self, [], gradients and op.supports_inplace_autograd)
+        found = reference(
+            "in-place", op, sample, inputs, into_self, [], gradients and op.supports_inplace_autograd
+        )
         if found is not None:
             yield found
     leaves = function.leaves
-    if op.supports_out and leaves and all(isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided for leaf in leaves):
+    if (
+        op.supports_out
+        and leaves
+        and all(isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided for leaf in leaves)
+    ):
 
         def into_out(tensors: list[torch.Tensor], out: list[torch.Tensor]) -> Any:
             with torch.no_grad():
@@ -178,12 +210,20 @@ def references(op: OpInfo, sample: SampleInput, inputs: Inputs, gradients: bool)
 
         found = reference("out", op, sample, inputs, into_out, leaves, False)
         # What one device writes is not always what it returns; then there is nothing to compare with.
-        if found is not None and (found.is_random or not found.has_values or all(map(same_values, found.leaves, leaves))):
+        if found is not None and (
+            found.is_random or not found.has_values or all(map(same_values, found.leaves, leaves))
+        ):
             yield found
 
 
 def reference(
-    way: str, op: OpInfo, sample: SampleInput, inputs: Inputs, call: Any, out: list[torch.Tensor], gradients: bool
+    way: str,
+    op: OpInfo,
+    sample: SampleInput,
+    inputs: Inputs,
+    call: Any,
+    out: list[torch.Tensor],
+    gradients: bool,
 ) -> Reference | None:
     """None if one device cannot do it either."""
     torch.manual_seed(0)
@@ -198,7 +238,9 @@ def reference(
     leaves = [detached(leaf) for leaf in leaves]
     has_values = op.name not in UNINITIALISED
     written = {
-        index: after.detach() for index, (before, after) in enumerate(zip(inputs.tensors, tensors)) if not same_values(before, after.detach())
+        index: after.detach()
+        for index, (before, after) in enumerate(zip(inputs.tensors, tensors))
+        if not same_values(before, after.detach())
     }
     found = Reference(way, call, leaves, structure, written, is_random, has_values)
     if not gradients:
@@ -211,7 +253,9 @@ def reference(
         if not wanted or not through:
             return found
         found.cotangents = [torch.randn_like(leaf) for leaf in through]
-        found.gradients = list(torch.autograd.grad(through, [tensors[i] for i in wanted], found.cotangents, allow_unused=True))
+        found.gradients = list(
+            torch.autograd.grad(through, [tensors[i] for i in wanted], found.cotangents, allow_unused=True)
+        )
         found.grad_of = wanted
     except Exception:
         found.cotangents, found.gradients, found.grad_of = [], [], []
@@ -234,7 +278,9 @@ def samples_of(op: OpInfo, limit: int | None, only: int | None = None) -> list[t
     return [(number, samples[number]) for number in numbers]
 
 
-def layouts_of(op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tuple[int, ...], mixes: int) -> dict[int, Layout]:
+def layouts_of(
+    op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tuple[int, ...], mixes: int
+) -> dict[int, Layout]:
     """By number. None is there twice."""
     dims = range(len(mesh))
     can_be_partial = [tensor.dtype in SUMMABLE for tensor in tensors]
@@ -244,21 +290,37 @@ def layouts_of(op_name: str, sample: int, tensors: list[torch.Tensor], mesh: tup
             return tuple(Replicate() for _ in dims)
         return tuple(Shard((dim + i) % tensor.dim()) for i in dims)
 
-    def mixed(tensor: torch.Tensor, partial: bool, reduced: bool, generator: random.Random) -> tuple[Placement, ...]:
-        reductions = ["sum", "avg", "product", *(["max", "min"] if tensor.is_floating_point() else [])] if reduced else ["sum"]
-        partials: list[Placement] = [Partial(generator.choice(reductions))] * (partial + (partial and reduced))
+    def mixed(
+        tensor: torch.Tensor, partial: bool, reduced: bool, generator: random.Random
+    ) -> tuple[Placement, ...]:
+        reductions = (
+            ["sum", "avg", "product", *(["max", "min"] if tensor.is_floating_point() else [])]
+            if reduced
+            else ["sum"]
+        )
+        partials: list[Placement] = [Partial(generator.choice(reductions))] * (
+            partial + (partial and reduced)
+        )
         choices = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()) for _ in range(2)), *partials]
         return tuple(generator.choice(choices) for _ in dims)
 
     found: dict[int, Layout] = {REPLICATED: tuple(tuple(Replicate() for _ in dims) for _ in tensors)}
     for dim in range(min(PARTIAL - 1, max((tensor.dim() for tensor in tensors), default=0))):
         found[1 + dim] = tuple(sharded(tensor, dim) for tensor in tensors)
-    found[PARTIAL] = tuple(tuple(Partial() if partial else Replicate() for _ in dims) for partial in can_be_partial)
+    found[PARTIAL] = tuple(
+        tuple(Partial() if partial else Replicate() for _ in dims) for partial in can_be_partial
+    )
     for mix in range(mixes):
         generator = random.Random(f"{op_name} {sample} {mesh} {mix}")
         reduced = FIRST_MIX + mix >= FIRST_REDUCED
-        found[FIRST_MIX + mix] = tuple(mixed(tensor, partial, reduced, generator) for tensor, partial in zip(tensors, can_be_partial))
-    return {number: layout for number, layout in found.items() if layout not in itertools.islice(found.values(), list(found).index(number))}
+        found[FIRST_MIX + mix] = tuple(
+            mixed(tensor, partial, reduced, generator) for tensor, partial in zip(tensors, can_be_partial)
+        )
+    return {
+        number: layout
+        for number, layout in found.items()
+        if layout not in itertools.islice(found.values(), list(found).index(number))
+    }
 
 
 def case_number(sample: int, mesh: int, layout: int) -> int:
@@ -268,5 +330,3 @@ def case_number(sample: int, mesh: int, layout: int) -> int:
 def case_parts(number: int) -> tuple[int, int, int]:
     """(sample, mesh, layout)"""
     return number // LAYOUTS // len(MESHES), number // LAYOUTS % len(MESHES), number % LAYOUTS
-
-

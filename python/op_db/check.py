@@ -5,15 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cases
 import torch
+from cases import Inputs, Layout, Reference
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, whole
 from torch.utils import _pytree as pytree
 
 import tessera
 from tessera import DTensor, Replicate
-
-import cases
-from cases import Inputs, Layout, Reference
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, whole
 
 RANKS = 4
 
@@ -61,7 +60,11 @@ class Ranks:
         kinds = {found for found, _, _ in board.values()}
         if kinds == {"right"}:
             is_same = all(map(same_values, board[0][2] or [], random or []))
-            return self.agree(rank, "right" if is_same else "wrong", "random results differ between ranks", None) if random else ("right", "", True)
+            return (
+                self.agree(rank, "right" if is_same else "wrong", "random results differ between ranks", None)
+                if random
+                else ("right", "", True)
+            )
         if kinds <= {"right", "wrong"}:
             first = next(r for r in range(RANKS) if board[r][0] == "wrong")
             return "wrong", board[first][1], True
@@ -75,7 +78,15 @@ class Ranks:
 
 
 class Rank:
-    def __init__(self, tolerance: Tolerance, ranks: Ranks, gradients: bool, begin: Callable[[int], None], report: Callable[[Outcome], None], tell: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        tolerance: Tolerance,
+        ranks: Ranks,
+        gradients: bool,
+        begin: Callable[[int], None],
+        report: Callable[[Outcome], None],
+        tell: Callable[[Exception], None],
+    ) -> None:
         self._rank = tessera.get_rank()
         self._tell = tell
         self._tolerance = tolerance
@@ -109,7 +120,9 @@ class Rank:
             return True
         return self._step(case, what, lambda: self._backward(case, reference, state), {})[1]
 
-    def _step(self, case: Case, what: str, action: Callable[[], None], state: dict[str, Any]) -> tuple[str, bool]:
+    def _step(
+        self, case: Case, what: str, action: Callable[[], None], state: dict[str, Any]
+    ) -> tuple[str, bool]:
         kind, message = "right", ""
         try:
             action()
@@ -127,16 +140,27 @@ class Rank:
         mesh = self._meshes[case.mesh]
         return [
             place(tensor, mesh, placements, case.number * 100 + index).requires_grad_(grad and wanted)
-            for index, (tensor, placements, wanted) in enumerate(zip(case.inputs.tensors, case.layout, case.inputs.requires_grad))
+            for index, (tensor, placements, wanted) in enumerate(
+                zip(case.inputs.tensors, case.layout, case.inputs.requires_grad)
+            )
         ]
 
     def _out(self, case: Case, reference: Reference) -> list[torch.Tensor]:
         if reference.way != "out":
             return []
         layouts = cases.layouts_of("out", case.number, reference.leaves, case.mesh, 1)
-        layout = layouts[cases.REPLICATED] if case.number % cases.LAYOUTS == cases.REPLICATED else list(layouts.values())[-1]
-        layout = tuple(tuple(Replicate() if p.is_partial() else p for p in placements) for placements in layout)
-        return [place(torch.zeros_like(leaf), self._meshes[case.mesh], placements, 0) for leaf, placements in zip(reference.leaves, layout)]
+        layout = (
+            layouts[cases.REPLICATED]
+            if case.number % cases.LAYOUTS == cases.REPLICATED
+            else list(layouts.values())[-1]
+        )
+        layout = tuple(
+            tuple(Replicate() if p.is_partial() else p for p in placements) for placements in layout
+        )
+        return [
+            place(torch.zeros_like(leaf), self._meshes[case.mesh], placements, 0)
+            for leaf, placements in zip(reference.leaves, layout)
+        ]
 
     def _forward(self, case: Case, reference: Reference, state: dict[str, Any]) -> None:
         tessera.manual_seed(0)
@@ -148,26 +172,51 @@ class Rank:
         is_plain = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves]
         got = [whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # Of a sum the addends may change, as long as they add up to the same.
-        partial = [index for index, placements in enumerate(case.layout) if any(placement.is_partial() for placement in placements)]
+        partial = [
+            index
+            for index, placements in enumerate(case.layout)
+            if any(placement.is_partial() for placement in placements)
+        ]
         afterwards = {index: whole(tensors[index]) for index in {*reference.written, *partial}}
         if len(leaves) != len(reference.leaves):
-            raise Wrong(f"{len(leaves)} results ({structure}), not {len(reference.leaves)} ({reference.structure})")
+            raise Wrong(
+                f"{len(leaves)} results ({structure}), not {len(reference.leaves)} ({reference.structure})"
+            )
         if any(is_plain):
             raise Wrong(f"result {is_plain.index(True)} is a plain tensor")
         compares_values = reference.has_values and not reference.is_random
         for index, (leaf, expected) in enumerate(zip(got, reference.leaves)):
-            compare(f"result {index}" if len(got) > 1 else "result", leaf, expected, self._tolerance, compares_values)
+            compare(
+                f"result {index}" if len(got) > 1 else "result",
+                leaf,
+                expected,
+                self._tolerance,
+                compares_values,
+            )
         for index, expected in reference.written.items():
-            compare(f"input {index} afterwards", afterwards[index], expected, self._tolerance, compares_values)
+            compare(
+                f"input {index} afterwards", afterwards[index], expected, self._tolerance, compares_values
+            )
         if reference.is_random:
             state["random"] = got
-        self._compare_with_first(reference, "result", [*got, *(afterwards[index] for index in sorted(reference.written))], self._tolerance)
+        self._compare_with_first(
+            reference,
+            "result",
+            [*got, *(afterwards[index] for index in sorted(reference.written))],
+            self._tolerance,
+        )
         for index, (tensor, local) in enumerate(zip(tensors, before)):
-            now, then = (afterwards[index], case.inputs.tensors[index]) if index in afterwards else (tensor.to_local().detach(), local)
+            now, then = (
+                (afterwards[index], case.inputs.tensors[index])
+                if index in afterwards
+                else (tensor.to_local().detach(), local)
+            )
             if index not in reference.written and not same_values(now, then):
                 raise Wrong(f"input {index} was changed")
 
-    def _compare_with_first(self, reference: Reference, what: str, found: list[Any], tolerance: Tolerance) -> None:
+    def _compare_with_first(
+        self, reference: Reference, what: str, found: list[Any], tolerance: Tolerance
+    ) -> None:
         """Random numbers do not depend on the layout."""
         if not reference.is_random or not reference.has_values:
             return
@@ -196,7 +245,13 @@ class Rank:
                 continue  # none is zero
             if expected is None and gradient is not None and not gradient.any():
                 continue
-            compare(name, gradient, expected, self._tolerance.wider(), reference.has_values and not reference.is_random)
+            compare(
+                name,
+                gradient,
+                expected,
+                self._tolerance.wider(),
+                reference.has_values and not reference.is_random,
+            )
         self._compare_with_first(reference, "gradient", got, self._tolerance.wider())
 
 
@@ -219,7 +274,11 @@ def run_cases(
 
         try:
             done = tessera.run(RANKS, main, timeout=timeout, threads_per_rank=1)[0]
-        except Exception as error:  # of the harness itself, or of what it uses: never to be taken for the operator's
-            report(Outcome(todo[0].number, "harness", "wrong", f"{type(error).__name__}: {first_line(error)}"))
+        except (
+            Exception
+        ) as error:  # of the harness itself, or of what it uses: never to be taken for the operator's
+            report(
+                Outcome(todo[0].number, "harness", "wrong", f"{type(error).__name__}: {first_line(error)}")
+            )
             return
         todo = todo[done:]

@@ -9,10 +9,25 @@ LEFT_OUT: dict[str, str] = {
 
 #: Tried in this way ("function", "in-place" or "out"); being refused is then no failure.
 MAY_REFUSE: dict[tuple[str, str], str] = {
-    ("addbmm", "in-place"): "one device gives self another shape if it has to be broadcast, which is no sum in place",
+    (
+        "addbmm",
+        "in-place",
+    ): "one device gives self another shape if it has to be broadcast, which is no sum in place",
     ("lu", "out"): "torch.lu resizes what it is given, even to the shape that it has",
-    ("resize_", "function"): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
-    ("resize_", "in-place"): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
-    ("resize_as_", "function"): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
-    ("resize_as_", "in-place"): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
+    (
+        "resize_",
+        "function",
+    ): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
+    (
+        "resize_",
+        "in-place",
+    ): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
+    (
+        "resize_as_",
+        "function",
+    ): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
+    (
+        "resize_as_",
+        "in-place",
+    ): "it changes the size of the memory of a tensor, and that of a distributed one lies on many ranks",
 }

@@ -10,7 +10,6 @@ import torch
 import tessera
 from tessera import DTensor, Partial, Placement, Replicate, Shard, _StridedShard
 
-
 #: What can be held as a sum. Smaller floats cannot be added.
 SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 

@@ -1,8 +1,8 @@
 """Tries every operator of PyTorch's own database on distributed tensors, against one device.
 
-    python run.py                              all of them; a table op -> right | refused | wrong in op_db.md, details in op_db.json
-    python run.py --op 'linalg.*' --op addmm   some
-    python run.py --op addmm --case 17         one case again, with the numbers and the whole error
+python run.py                              all of them; a table op -> right | refused | wrong in op_db.md, details in op_db.json
+python run.py --op 'linalg.*' --op addmm   some
+python run.py --op addmm --case 17         one case again, with the numbers and the whole error
 """
 
 import argparse
@@ -20,11 +20,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import cases
 import check
 import exceptions
+import torch
 from check import KINDS, Case, Outcome
 
 #: The columns of the table: (mesh, whether of gradients).
@@ -51,7 +50,7 @@ class Row:
     seconds: float = 0
 
     def add(self, outcome: Outcome) -> None:
-        sample, mesh, layout = cases.case_parts(outcome.case)
+        sample, mesh, _layout = cases.case_parts(outcome.case)
         column = column_name(cases.MESHES[mesh], outcome.what.endswith("gradient"))
         kind = outcome.kind
         reason = exceptions.MAY_REFUSE.get((self.op, outcome.what.removesuffix(" gradient")))
@@ -120,7 +119,14 @@ def worker(connection: Connection, case: Any, options: Options) -> None:
 
         try:
             found = cases_of(name, options, after)
-            check.run_cases(found, tolerance, options.gradients, options.timeout, begin, lambda outcome: connection.send(outcome))
+            check.run_cases(
+                found,
+                tolerance,
+                options.gradients,
+                options.timeout,
+                begin,
+                lambda outcome: connection.send(outcome),
+            )
             connection.send(len(found))
         except Exception:
             connection.send(traceback.format_exc())
@@ -140,7 +146,9 @@ class Worker:
             context = multiprocessing.get_context("fork")
             self.connection, theirs = context.Pipe()
             self._case = context.Value("q", -1)
-            self._process = context.Process(target=worker, args=(theirs, self._case, self._options), daemon=True)
+            self._process = context.Process(
+                target=worker, args=(theirs, self._case, self._options), daemon=True
+            )
             self._process.start()
             theirs.close()
         self._case.value = -1
@@ -176,7 +184,9 @@ class Worker:
             return self._died("hung", f"no end after {self._limit / 3:.0f} s")
         if now - self._began > self._limit:
             self._stop()
-            row.note = f"given up after {self._limit:.0f} s, at case {self._case.value}; give it more with --limit"
+            row.note = (
+                f"given up after {self._limit:.0f} s, at case {self._case.value}; give it more with --limit"
+            )
             row.add(Outcome(max(self._case.value, 0), "function", "hung", "not tried from here on"))
             return self._finish()
         return None
@@ -237,7 +247,10 @@ def run_all(names: list[str], options: Options, workers: int, limit: float, quie
                 done[row.op] = row
                 if not quiet:
                     clock = time.strftime("%M:%S", time.gmtime(time.monotonic() - began))
-                    print(f"[{len(done)}/{len(names)}] {clock} {row.op}: {row.worst() or '-'} {row.note} ({row.seconds:.1f} s)", flush=True)
+                    print(
+                        f"[{len(done)}/{len(names)}] {clock} {row.op}: {row.worst() or '-'} {row.note} ({row.seconds:.1f} s)",
+                        flush=True,
+                    )
     for one in pool:
         one.close()
     return [done[name] for name in names]
@@ -249,13 +262,19 @@ def run_all(names: list[str], options: Options, workers: int, limit: float, quie
 def cell(counts: dict[str, int]) -> str:
     bad = [f"{kind} {counts[kind]}" for kind in reversed(KINDS) if kind != "right" and counts.get(kind)]
     if not counts:
-        return "–"
+        return "-"
     return ", ".join(bad) + f" of {sum(counts.values())}" if bad else "right"
 
 
 def note_of(row: Row) -> str:
-    messages = collections.Counter(f"{failure['kind']}: {failure['message']}" for failure in row.failures if failure["message"] != "as forward")
-    common = "; ".join(text if len(text) <= 160 else text[:157] + "..." for text, _ in messages.most_common(2))
+    messages = collections.Counter(
+        f"{failure['kind']}: {failure['message']}"
+        for failure in row.failures
+        if failure["message"] != "as forward"
+    )
+    common = "; ".join(
+        text if len(text) <= 160 else text[:157] + "..." for text, _ in messages.most_common(2)
+    )
     return "; ".join(filter(None, (row.note, common))).replace("|", "\\|")
 
 
@@ -265,7 +284,10 @@ def totals_of(rows: list[Row], options: Options) -> list[str]:
         column = column_name(mesh, gradient)
         tried = [row for row in rows if row.worst(column)]
         kinds = collections.Counter(row.worst(column) for row in tried)
-        lines.append(f"{column}: {kinds['right']} of {len(tried)} operators right" + "".join(f", {kinds[k]} {k}" for k in KINDS[1:] if kinds[k]))
+        lines.append(
+            f"{column}: {kinds['right']} of {len(tried)} operators right"
+            + "".join(f", {kinds[k]} {k}" for k in KINDS[1:] if kinds[k])
+        )
     worst = collections.Counter(row.worst() for row in rows)
     trials = sum(sum(counts.values()) for row in rows for counts in row.counts.values())
     right = sum(counts.get("right", 0) for row in rows for counts in row.counts.values())
@@ -279,18 +301,32 @@ def totals_of(rows: list[Row], options: Options) -> list[str]:
 
 def write_table(path: Path, rows: list[Row], options: Options) -> None:
     columns = [column_name(*column) for column in COLUMNS]
-    lines = ["# PyTorch's operator database on Tessera", "", *(f"- {line}" for line in totals_of(rows, options)), ""]
+    lines = [
+        "# PyTorch's operator database on Tessera",
+        "",
+        *(f"- {line}" for line in totals_of(rows, options)),
+        "",
+    ]
     lines += [f"| op | {' | '.join(columns)} | notes |", "|---" * (len(columns) + 2) + "|"]
-    lines += [f"| `{row.op}` | {' | '.join(cell(row.counts.get(column, {})) for column in columns)} | {note_of(row)} |" for row in rows]
+    lines += [
+        f"| `{row.op}` | {' | '.join(cell(row.counts.get(column, {})) for column in columns)} | {note_of(row)} |"
+        for row in rows
+    ]
     path.write_text("\n".join(lines) + "\n")
 
 
 def write_json(path: Path, rows: list[Row], options: Options) -> None:
     def again(row: Row, failure: dict[str, Any]) -> dict[str, Any]:
         dtype = f" --dtype {str(cases.only_dtype).removeprefix('torch.')}" if cases.only_dtype else ""
-        return {**failure, "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}{dtype}"}
+        return {
+            **failure,
+            "again": f"python python/op_db/run.py --op {row.op} --case {failure['case']}{dtype}",
+        }
 
-    found = [{**asdict(row), "worst": row.worst(), "failures": [again(row, failure) for failure in row.failures]} for row in rows]
+    found = [
+        {**asdict(row), "worst": row.worst(), "failures": [again(row, failure) for failure in row.failures]}
+        for row in rows
+    ]
     path.write_text(json.dumps({"totals": totals_of(rows, options), "ops": found}, indent=1))
 
 
@@ -304,12 +340,22 @@ def run_one(name: str, number: int, options: Options) -> int:
     case = found[0]
     for index, (tensor, placements) in enumerate(zip(case.inputs.tensors, case.layout)):
         grad = " requires_grad" if case.inputs.requires_grad[index] else ""
-        print(f"input {index}: {tensor.dtype}{list(tensor.shape)} strides {list(tensor.stride())}{grad} on {case.mesh}: {placements}")
+        print(
+            f"input {index}: {tensor.dtype}{list(tensor.shape)} strides {list(tensor.stride())}{grad} on {case.mesh}: {placements}"
+        )
     print(f"called with {case.inputs}")
     outcomes: list[Outcome] = []
     told: list[Exception] = []
     tolerance = cases.tolerance_of(cases.OPS[name], cases.dtype_of(cases.OPS[name]) or torch.float32)
-    check.run_cases([case], tolerance, options.gradients, options.timeout, lambda number: None, outcomes.append, told.append)
+    check.run_cases(
+        [case],
+        tolerance,
+        options.gradients,
+        options.timeout,
+        lambda number: None,
+        outcomes.append,
+        told.append,
+    )
     if told:
         traceback.print_exception(told[0])
     for outcome in outcomes:
@@ -318,16 +364,27 @@ def run_one(name: str, number: int, options: Options) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", action="append", metavar="GLOB", help="operators to try; may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--op", action="append", metavar="GLOB", help="operators to try; may be given several times"
+    )
     parser.add_argument("--case", type=int, help="try this case of the one operator given, here and now")
     parser.add_argument("--mesh", action="append", choices=["4", "2,2"], help="meshes to try (both)")
-    parser.add_argument("--dtype", help="dtype of the samples, as in int64 (float32 where the operator supports it)")
+    parser.add_argument(
+        "--dtype", help="dtype of the samples, as in int64 (float32 where the operator supports it)"
+    )
     parser.add_argument("--samples", type=int, default=8, help="samples of each operator (8)")
     parser.add_argument("--mixes", type=int, default=4, help="random layouts of each sample (4)")
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
     parser.add_argument("--workers", type=int, default=2, help="processes at once (2)")
-    parser.add_argument("--limit", type=float, default=300, help="seconds an operator may take; a third of it for one case (300)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300,
+        help="seconds an operator may take; a third of it for one case (300)",
+    )
     parser.add_argument("--timeout", type=float, default=20, help="seconds a rank waits for another (20)")
     parser.add_argument("--output", default="build/op_db", help="where to write .md and .json (build/op_db)")
     parser.add_argument("--quiet", action="store_true", help="print the totals alone")
@@ -335,8 +392,12 @@ def main() -> int:
     if arguments.dtype is not None:
         cases.only_dtype = getattr(torch, arguments.dtype)
     meshes = [tuple(map(int, mesh.split(","))) for mesh in arguments.mesh or ("4", "2,2")]
-    options = Options(arguments.samples, arguments.mixes, meshes, not arguments.forward_only, arguments.timeout)
-    names = [name for name in cases.OPS if any(fnmatch.fnmatchcase(name, glob) for glob in arguments.op or ["*"])]
+    options = Options(
+        arguments.samples, arguments.mixes, meshes, not arguments.forward_only, arguments.timeout
+    )
+    names = [
+        name for name in cases.OPS if any(fnmatch.fnmatchcase(name, glob) for glob in arguments.op or ["*"])
+    ]
     if not names:
         parser.error(f"no operator is called {arguments.op}")
     if arguments.case is not None:
@@ -349,7 +410,9 @@ def main() -> int:
     write_table(Path(arguments.output + ".md"), rows, options)
     write_json(Path(arguments.output + ".json"), rows, options)
     print("\n".join(totals_of(rows, options)))
-    print(f"{time.monotonic() - began:.0f} s; {arguments.output}.md and {arguments.output}.json have the rest")
+    print(
+        f"{time.monotonic() - began:.0f} s; {arguments.output}.md and {arguments.output}.json have the rest"
+    )
     return 0
 
 

@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import cases
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera import _C
-
-import cases
 
 Call = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -55,7 +54,11 @@ def calls_of(name: str) -> list[Call]:
             try:
                 inputs = cases.Inputs(sample)
                 result = inputs.call(info.op, inputs.fresh(grad=True))
-                outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+                outputs = [
+                    leaf
+                    for leaf in pytree.tree_leaves(result)
+                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+                ]
                 if outputs:
                     torch.autograd.backward(outputs, [torch.randn_like(leaf) for leaf in outputs])
             except Exception:  # not of this dtype, or no gradient: what was called before counts
@@ -70,7 +73,9 @@ def with_gaps(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for dim in {0, tensor.ndim - 1} if tensor.ndim else set():
         shape = list(tensor.shape)
         shape[dim] += 3
-        filled = torch.full(shape, torch.nan if tensor.is_floating_point() or tensor.is_complex() else 1, dtype=tensor.dtype)
+        filled = torch.full(
+            shape, torch.nan if tensor.is_floating_point() or tensor.is_complex() else 1, dtype=tensor.dtype
+        )
         yield filled.narrow(dim, 1, tensor.shape[dim]).copy_(tensor)
 
 
@@ -81,9 +86,10 @@ def results(call: Call) -> list[Any]:
 
 def agree(got: list[Any], expected: list[Any]) -> bool:
     for a, b in zip(got, expected, strict=True):
-        if isinstance(b, torch.Tensor) and b.layout is torch.strided:
-            if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True):
-                return False
+        if not isinstance(b, torch.Tensor) or b.layout is not torch.strided:
+            continue
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True):
+            return False
     return True
 
 
@@ -129,11 +135,19 @@ def try_all(names: list[str]) -> tuple[int, set[str], dict[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", action="append", default=[], help="a pattern of names in the database; all without")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--op", action="append", default=[], help="a pattern of names in the database; all without"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    names = [name for name in cases.OPS if not options.op or any(fnmatch.fnmatch(name, pattern) for pattern in options.op)]
+    names = [
+        name
+        for name in cases.OPS
+        if not options.op or any(fnmatch.fnmatch(name, pattern) for pattern in options.op)
+    ]
     tried, taking, found = try_all(names)
     print(f"{tried} calls; {len(taking)} operators take slices; {len(found)} misread memory with gaps:")
     wrong = sorted(op for op in found if op in taking)

@@ -15,6 +15,7 @@ void bind_placements(py::module_& module);
 void bind_worlds(py::module_& module);
 void bind_meshes(py::module_& module);
 void bind_dtensors(py::module_& module);
+void bind_parallel(py::module_& module);
 void bind_rules(py::module_& module);
 void bind_random(py::module_& module);
 

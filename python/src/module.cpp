@@ -55,6 +55,7 @@ PYBIND11_MODULE(_C, module) {
   bind_worlds(module);
   bind_meshes(module);
   bind_dtensors(module);
+  bind_parallel(module);
   bind_rules(module);
   bind_random(module);
 }

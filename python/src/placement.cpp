@@ -29,7 +29,7 @@ PartialObject make_partial(const std::string& name) {
   return PartialObject(Partial(*op));
 }
 
-std::string repr(const Placement& placement) {
+std::string placement_text(const Placement& placement) {
   switch (placement.kind()) {
     case Placement::Kind::replicate:
       return "Replicate()";
@@ -127,7 +127,7 @@ A small immutable value that can be compared, hashed and pickled.)doc")
           "__eq__", [](const Placement& self, const Placement& other) { return self == other; },
           py::is_operator())
       .def("__hash__", &Placement::hash)
-      .def("__repr__", repr)
+      .def("__repr__", placement_text)
       .def("__str__", &Placement::str)
       .def("__reduce__", [](const Placement& self) {
         const auto rebuild = py::module_::import("tessera._rebuild").attr("rebuild_placement");

@@ -45,7 +45,8 @@ py::object propose(const std::string& name, const std::string& overload, const p
   if (!strategies) return py::none();
   py::list rows;
   for (const rules::Strategy& strategy : strategies->options)
-    rows.append(py::make_tuple(from_placements(strategy.inputs), from_placements(strategy.outputs), strategy.divisor));
+    rows.append(py::make_tuple(from_placements(strategy.inputs), from_placements(strategy.outputs),
+                               strategy.divisor));
   return py::make_tuple(rows, static_cast<bool>(strategies->decompose));
 }
 

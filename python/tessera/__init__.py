@@ -18,7 +18,7 @@ them never enter Python.
 Started by torchrun, or with ``torch.distributed`` initialised, the ranks are its processes, and ``main()`` is called as it is.
 """
 
-import torch as _torch  # noqa: F401  its libraries must be loaded before ours
+import torch as _torch  # its libraries must be loaded before ours
 
 from tessera import _composites, _patches, experimental, parallel, random
 from tessera._C import (

@@ -19,6 +19,18 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+class Conv1D(nn.Module):
+    """As that of transformers: a linear layer whose weight is transposed."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
 def filled(module: nn.Module, scale: float = 0.3) -> nn.Module:
     """With the same small numbers on every rank, about one where all were one: the weights of norms."""
     with torch.no_grad():

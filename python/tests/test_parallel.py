@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tessera
-from models import MLP, filled
+from models import MLP, Conv1D, filled
 from ranks import Collectives, assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_module, distribute_tensor, init_device_mesh
 from tessera.parallel import (
@@ -123,21 +123,21 @@ def test_what_is_shared_stays_shared():
     plain = filled(Tied())
     plain(tokens).pow(2).sum().backward()
 
-    whole = distribute_module(filled(Tied()), mesh)
-    assert whole.head.weight is whole.embedding.weight
+    replicated = distribute_module(filled(Tied()), mesh)
+    assert replicated.head.weight is replicated.embedding.weight
 
     def partition(name, module, mesh):
         if name == "embedding":
             module.register_parameter("weight", distribute_tensor(module.weight, mesh, [Shard(0)]))
 
-    cut = distribute_module(filled(Tied()), mesh, partition)
-    assert cut.head.weight is cut.embedding.weight and cut.head.weight.placements == (Shard(0),)
+    sharded = distribute_module(filled(Tied()), mesh, partition)
+    assert sharded.head.weight is sharded.embedding.weight and sharded.head.weight.placements == (Shard(0),)
 
     options = {"use_local_output": False}
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), **options), "head": ColwiseParallel(**options)}
     styled = parallelize_module(filled(Tied()), mesh, plan)
     assert styled.head.weight is styled.embedding.weight and len(list(styled.parameters())) == 1
-    for model in (whole, cut, styled):
+    for model in (replicated, sharded, styled):
         model(distribute_tensor(tokens, mesh)).pow(2).sum().backward()
         assert_same_gradients(model, plain)
 
@@ -161,14 +161,14 @@ def test_mlp(world_size, sequence, bias):
         x = values(2, 12, 8).requires_grad_()
         part = x.detach().tensor_split(world_size, 1)[mesh.get_rank()] if sequence else x.detach().clone()
         part.requires_grad_()
-        cut = Shard(1) if sequence else Replicate()
-        plan = {"up": ColwiseParallel(input_layouts=cut), "down": RowwiseParallel(output_layouts=cut)}
+        layout = Shard(1) if sequence else Replicate()
+        plan = {"up": ColwiseParallel(input_layouts=layout), "down": RowwiseParallel(output_layouts=layout)}
         parallelize_module(model, mesh, plan)
         assert model.up.weight.placements == (Shard(0),) and model.down.weight.placements == (Shard(1),)
         assert not bias or (model.up.bias.placements, model.down.bias.placements) == ((Shard(0),), (Replicate(),))
         with Collectives(mesh) as forward, tessera.implicit_communication("forbidden"):
             y = model(part)
-        # An all-reduce; or the sizes of the parts, an all-gather and a reduce-scatter.
+        # An all-reduce; or the sizes of the shards, an all-gather and a reduce-scatter.
         assert forward == (3 if sequence else 1)
         expected = plain(x)
         expected.pow(2).sum().backward()
@@ -204,15 +204,15 @@ def test_layouts_and_local_output():
     assert isinstance(model(distribute_tensor(x, mesh, [Shard(0)])), DTensor)  # distributed inputs are placed as needed
 
 
-@pytest.mark.parametrize("style, cut", [(ColwiseParallel, Shard(1)), (RowwiseParallel, Shard(0))])
+@pytest.mark.parametrize("style, sharding", [(ColwiseParallel, Shard(1)), (RowwiseParallel, Shard(0))])
 @on_ranks()
-def test_embedding(style, cut):
+def test_embedding(style, sharding):
     mesh = init_device_mesh("cpu", (4,))
     tokens = torch.tensor([[1, 5, 5], [9, 0, 7]])
     for rows, padding in ((10, None), (16, 5)):
         plain, model = (filled(nn.Embedding(rows, 8, padding_idx=padding)) for _ in range(2))
         parallelize_module(model, mesh, style(input_layouts=Replicate(), output_layouts=Replicate()))
-        assert model.weight.placements == (cut,)
+        assert model.weight.placements == (sharding,)
         with Collectives(mesh) as forward:
             y = model(tokens)
         assert forward == 1
@@ -220,18 +220,6 @@ def test_embedding(style, cut):
         y.pow(2).sum().backward()
         plain(tokens).pow(2).sum().backward()
         assert_same_gradients(model, plain)
-
-
-class Conv1D(nn.Module):
-    """As that of transformers."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
-        nn.init.normal_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
 
 
 @on_ranks()
@@ -326,7 +314,7 @@ def test_norms_along_sequences(norm, local, dim):
         model.zero_grad(), plain.zero_grad()
         with Collectives(mesh) as forward:
             y = model(given)
-        # Ranks ask one another for the sizes of plain parts.
+        # Ranks exchange the sizes of plain shards.
         assert forward == (0 if isinstance(given, DTensor) else 1) and isinstance(y, DTensor) is not local
         if local:
             y = DTensor.from_local(y, mesh, [Shard(dim)])
@@ -363,7 +351,7 @@ def test_uneven_parts_of_sequences(length):
 def test_parts_that_are_no_sequence():
     mesh = init_device_mesh("cpu", (4,))
     model = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
-    with pytest.raises(ValueError, match="SequenceParallel.*as torch.chunk cuts"):
+    with pytest.raises(ValueError, match="SequenceParallel.*as torch.chunk splits"):
         model(values(2, 2 + mesh.get_rank(), 8))
 
 
@@ -487,8 +475,8 @@ def test_layouts_that_do_not_fit_are_refused():
 
 
 def test_styles_print():
-    assert repr(RowwiseParallel()) == "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), use_local_output=True)"
-    assert repr(ColwiseParallel(blocks=3)).startswith("ColwiseParallel(blocks=3, input_layouts=(Replicate(),), output_layouts=(_StridedShard(")
+    assert repr(RowwiseParallel()) == "RowwiseParallel(input_layouts=None, output_layouts=None, use_local_output=True)"
+    assert repr(ColwiseParallel(blocks=3)) == "ColwiseParallel(blocks=3, input_layouts=None, output_layouts=None, use_local_output=True)"
     assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
     assert "desired_output_layouts=(Shard(dim=1),)" in repr(PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)))
 
@@ -533,7 +521,7 @@ def test_plans_that_do_nothing_or_are_wrong():
         parallelize_module(MLP(), mesh, [ColwiseParallel()])
     with pytest.raises(TypeError, match="for 'up'; expected a ParallelStyle"):
         parallelize_module(MLP(), mesh, {"up": ColwiseParallel})
-    with pytest.raises(NotImplementedError, match="ColwiseParallel: knows nn.Linear, .* not MLP"):
+    with pytest.raises(NotImplementedError, match="ColwiseParallel: does not know how to shard a MLP; it knows Linear, "):
         parallelize_module(MLP(), mesh, ColwiseParallel())
     with mesh:
         assert parallelize_module(MLP(), parallelize_plan={"up": ColwiseParallel()}).up.weight.device_mesh == mesh
@@ -570,9 +558,9 @@ def test_a_mesh_of_two_dims():
     y.pow(2).mean().backward()
     plain(x).pow(2).mean().backward()
     assert_same_gradients(model, plain)
-    with pytest.raises(ValueError, match=r"is a plain tensor. On a mesh of 2 dims .*mesh\[\"tp\"\]"):
+    with pytest.raises(ValueError, match=r"is a plain tensor of shape .* parallelized on mesh\(dp=2, tp=2\).*mesh\[\"tp\"\]"):
         model(x)
-    with pytest.raises(ValueError, match="is on .*, but the module was made parallel on"):
+    with pytest.raises(ValueError, match="is on .*, but the module was parallelized on"):
         model(distribute_tensor(x, mesh["tp"]))
 
 

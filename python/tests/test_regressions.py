@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -302,6 +303,9 @@ DRAWS = {
     "random dtype": lambda x: x.cfloat().random_(),
     "bernoulli dtype": lambda x: torch.bernoulli(x.long()),
     "bernoulli into complex": lambda x: x.cfloat().bernoulli_(torch.full_like(x, 0.5)),
+    "rrelu dtype": lambda x: F.rrelu(x.half(), training=True),
+    "normal of complex deviations": lambda x: torch.normal(x, x.cfloat()),
+    "dropout of complex numbers": lambda x: F.dropout(x.cfloat()),
 }
 
 
@@ -331,6 +335,20 @@ def test_what_is_moved_is_not_autocast():
 
 
 @on_ranks()
+def test_what_operators_are_computed_by_is_not_autocast():
+    """Libtorch casts the arguments of baddbmm, but not where it writes into a tensor, as the functional operator is called for here."""
+    whole = values(2, 3, 3)
+    for mesh in meshes():
+        x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = torch.zeros_like(x)
+            torch.baddbmm(x, x, x, out=out)
+            assert_whole(out, torch.baddbmm(whole, whole, whole, out=torch.zeros_like(whole)))
+            with pytest.raises(RuntimeError, match="dtype"):
+                torch.baddbmm(x, x, x, out=out.bfloat16())
+
+
+@on_ranks()
 def test_as_strided_of_expanded_tensors():
     for mesh in meshes():
         for placements in placements_of(values(1, 20), mesh):
@@ -357,7 +375,135 @@ REFUSED = {
     "an output of another dtype": lambda x: torch.aminmax(x, dim=0, out=(x[0].double(), x[0].double())),
     "a range the other way round": lambda x: x.clone().uniform_(2, 1),
     "erfinv, on ranks that hold nothing": lambda x: torch.complex(x, x)[:2].erfinv(),
+    "a product of two dtypes": lambda x: torch.bmm(x[None], x[None].double().mT),
+    "a convolution of two dtypes": lambda x: F.conv1d(x[None], x[None].long()),
+    "batch_norm of two dtypes": lambda x: F.batch_norm(x.double(), None, None, x[0], training=True),
+    "bincount of floats": lambda x: x.flatten().half().bincount(),
+    "a histogram of bfloat16": lambda x: x.bfloat16().histogram(4),
+    "fewer than none": lambda x: x.topk(-1, 0),
+    "isin of bools": lambda x: torch.isin(x[:2] > 0, x[0] > 0),
+    "max_unpool of bools": lambda x: F.max_unpool3d((x > 0)[None, :, :, None, None], torch.zeros_like(x, dtype=torch.int64)[None, :, :, None, None], 1),
+    "statistics of two dims": lambda x: F.batch_norm(x, x[:1], None, training=False),
 }
+
+
+@on_ranks()
+def test_a_scalar_is_not_scattered_into_a_diagonal():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(4, 4), mesh, [Shard(0)] * mesh.ndim)
+        with pytest.raises(RuntimeError, match="expected a source of the sizes"):
+            x.diagonal_scatter(x[0, 0])
+
+
+SEEN_BY_ONE = {
+    "gather": lambda x, index: x.gather(1, index),
+    "scatter": lambda x, index: x.scatter(1, index, 1.0),
+    "scatter_add": lambda x, index: x.scatter_add(1, index, x),
+    "index_select": lambda x, index: x.index_select(0, index[:, 0]),
+    "take": lambda x, index: x.take(index + 90),
+    "index": lambda x, index: x[index[:, 0]],
+    "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_BY_ONE)
+@on_ranks()
+def test_what_one_rank_alone_sees_is_refused_by_all(name):
+    whole = torch.zeros(8, 3, dtype=torch.int64)
+    whole[7] = 9
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        SEEN_BY_ONE[name](values(8, 3), whole)
+    for mesh in meshes():
+        index = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        for placement in (Replicate(), Shard(0)):
+            x = tessera.distribute_tensor(values(8, 3), mesh, [placement] * mesh.ndim)
+            with pytest.raises(expected.type):
+                SEEN_BY_ONE[name](x, index)
+            assert_whole(x + 1, values(8, 3) + 1)  # the ranks are in step
+
+
+@on_ranks()
+def test_values_are_looked_at_by_ranks_that_hold_nothing():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(2, 3), mesh, [Shard(0)] * mesh.ndim)
+        for index in ([0, 9], [0, -9]):
+            with pytest.raises(IndexError):
+                x[:, index]
+        assert_whole(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
+
+
+DOUBLE_GRADIENTS = {
+    "abs": torch.abs,
+    "l1_loss": lambda x: F.l1_loss(x, x.detach() * 0.5, reduction="none"),
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, 1),
+    "cumprod with zeros": lambda x: torch.cumprod(x * (x > 0), 0),
+    "cumprod of a complex number": lambda x: torch.cumprod(torch.complex(x * (x > 0), x * (x > 0)), 1).abs(),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE_GRADIENTS)
+@on_ranks()
+def test_double_gradients_are_distributed(name):
+    def gradients(x):
+        (first,) = torch.autograd.grad(DOUBLE_GRADIENTS[name](x).sum(), x, create_graph=True)
+        return first, torch.autograd.grad((first * x).sum(), x)[0]
+
+    expected = gradients(values(5, 3, dtype=torch.float64).requires_grad_())
+    for mesh in meshes():
+        for placements in placements_of(values(5, 3), mesh, partial=False):
+            x = tessera.distribute_tensor(values(5, 3, dtype=torch.float64), mesh, placements).requires_grad_()
+            for found, each in zip(gradients(x), expected):
+                assert_whole(found.detach(), each.detach())
+
+
+@on_ranks()
+def test_the_gradient_of_sgn_is_distributed():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+        torch.sgn(x).sum().backward()
+        assert_whole(x.grad, torch.zeros(5, 3))
+
+
+TANGENTS = {
+    "mm": lambda x, w: x[0].mm(w),
+    "matmul": lambda x, w: x @ w,
+    "linear": lambda x, w: F.linear(x, w, w[0]),
+    "einsum": lambda x, w: torch.einsum("bij,jk->bik", x, w),
+    "index": lambda x, w: x[:, [0, 2]] * w[0],
+    "embedding": lambda x, w: F.embedding(torch.zeros_like(x[:, 0, 0], dtype=torch.int64), w) + x[:, 0],
+}
+
+
+@pytest.mark.parametrize("of_both", [False, True])
+@pytest.mark.parametrize("name", TANGENTS)
+@on_ranks()
+def test_forward_mode_of_products(name, of_both):
+    """Also where an argument has no tangent, for which libtorch makes plain zeros."""
+
+    def tangent(x, w, dx, dw):
+        with forward_ad.dual_level():
+            result = TANGENTS[name](forward_ad.make_dual(x, dx), forward_ad.make_dual(w, dw) if of_both else w)
+            return forward_ad.unpack_dual(result).tangent.detach().clone()
+
+    whole = [values(2, 4, 3), values(3, 3, seed=1), values(2, 4, 3, seed=2), values(3, 3, seed=3)]
+    expected = tangent(*whole)
+    for mesh in meshes():
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            for grad in (False, True):
+                given = [tessera.distribute_tensor(each, mesh, [placement] * mesh.ndim) for each in whole]
+                for each in given[:2]:
+                    each.requires_grad_(grad)
+                assert_whole(tangent(*given), expected)
+
+
+@on_ranks()
+def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
+    x, w, v = values(4, 3), values(3, 3, seed=1), values(4, 3, seed=2)
+    for mesh in meshes():
+        placed = [tessera.distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim) for each in (x, w, v)]
+        value, tangent = torch.func.jvp(lambda each: each.mm(placed[1]), (placed[0],), (placed[2],))
+        assert_whole(value, x.mm(w))
+        assert_whole(tangent, v.mm(w))
 
 
 @pytest.mark.parametrize("name", REFUSED)

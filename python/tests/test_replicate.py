@@ -1,5 +1,6 @@
 """Data parallelism: gradients reduced once, in buckets, against one device."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import tessera
 from models import MLP, filled
 from ranks import Collectives, assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
@@ -124,10 +124,10 @@ def test_beside_tensor_parallelism_by_placement(shape, sequence):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     x = values(8, 4, 8)
     model = filled(Model())
-    cut = Shard(1) if sequence else Replicate()
+    layout = Shard(1) if sequence else Replicate()
     plan = {
-        "mlps.*.up": ColwiseParallel(input_layouts=cut, use_local_output=False),
-        "mlps.*.down": RowwiseParallel(output_layouts=cut, use_local_output=False),
+        "mlps.*.up": ColwiseParallel(input_layouts=layout, use_local_output=False),
+        "mlps.*.down": RowwiseParallel(output_layouts=layout, use_local_output=False),
     }
     if sequence:
         plan["norm"] = SequenceParallel()
@@ -147,7 +147,7 @@ def test_beside_tensor_parallelism_on_slices():
     loss = loss_of(model, x.chunk(2)[mesh.get_local_rank("dp")])
     with Collectives(mesh["dp"]) as count:
         loss.backward()
-    assert count == 1  # plain and cut gradients go together
+    assert count == 1  # plain and sharded gradients go together
     assert model.mlps[0].up.weight.grad.placements == (Shard(0),)
     assert_gradients(model, expected_gradients(x))
 
@@ -279,6 +279,16 @@ def test_mistakes():
         replicate(model, mesh)
     with pytest.raises(ValueError, match="bucket_cap_mb"):
         replicate(nn.Linear(2, 2), mesh, bucket_cap_mb=0)
+
+
+@on_ranks(2)
+def test_copies_of_a_replicated_module():
+    mesh = init_device_mesh("cpu", (2,))
+    model = replicate(filled(MLP()), mesh)
+    copied = copy.deepcopy(model)  # as for an average of the weights
+    torch.testing.assert_close(copied(values(2, 8)), model(values(2, 8)))
+    model(values(2, 8)).sum().backward()
+    assert all(parameter.grad is None for parameter in copied.parameters())
 
 
 @pytest.mark.parametrize("distributed", [True, False])

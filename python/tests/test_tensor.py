@@ -173,7 +173,7 @@ def test_modules_move_and_convert():
     before = {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}
     for convert, dtype in ((lambda: module.double(), torch.float64), (lambda: module.to(torch.bfloat16), torch.bfloat16), (lambda: module.to("cpu", torch.float32), torch.float32)):
         convert()
-        for name, parameter in module.named_parameters():
+        for parameter in module.parameters():
             assert parameter.dtype is dtype and isinstance(parameter, DTensor) and isinstance(parameter, torch.nn.Parameter)
             assert parameter.placements == (Shard(0),)
     for name, parameter in module.named_parameters():
@@ -200,7 +200,7 @@ def test_python_protocols():
         x.numpy()
     with pytest.raises(RuntimeError, match="to_local"):
         x.data_ptr()
-    first, *rest = x
+    first, *_rest = x
     assert_whole(first, whole[0])
     x[:, 1:3] = 7.0
     whole[:, 1:3] = 7.0

@@ -179,9 +179,8 @@ def test_forward_mode_ad_on_some_ranks_and_with_errors():
                 raise ValueError("mine")
             x = torch.ones(2) * (tessera.get_rank() + 1)
             assert torch.equal(tangent(torch.square, (x,), (x,)), 2 * x * x)
-            with pytest.raises(RuntimeError, match="inside already"), forward_ad.dual_level():
-                with forward_ad.dual_level():
-                    pass
+            with pytest.raises(RuntimeError, match="inside already"), forward_ad.dual_level(), forward_ad.dual_level():
+                pass
             return mesh.size()
         with pytest.raises(RuntimeError, match="no level"):
             forward_ad.make_dual(torch.ones(2), torch.ones(2))
@@ -330,7 +329,7 @@ def test_the_default_generator_is_shared_and_not_used_by_distributed_tensors():
     expected = torch.rand(400)
     torch.manual_seed(3)
     drawn = tessera.run(4, lambda: [torch.rand(1).item() for _ in range(100)])
-    assert sorted(sum(drawn, [])) == sorted(expected.tolist())  # none twice, none lost; who gets which is chance
+    assert sorted(x for part in drawn for x in part) == sorted(expected.tolist())  # none twice, none lost; who gets which is chance
     before = torch.random.default_generator.get_state()
 
     def main():

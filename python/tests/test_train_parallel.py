@@ -36,10 +36,10 @@ def make(checkpointed: bool = False) -> nn.Module:
 
 def parallel(model: nn.Module, mesh, sequence: bool = False) -> nn.Module:
     """All tensors distributed, along the last mesh dim by layers; gradients reduced once."""
-    cut = Shard(1) if sequence else Replicate()
+    layout = Shard(1) if sequence else Replicate()
     plan = {
-        "*.mlp.up": ColwiseParallel(input_layouts=cut, use_local_output=False),
-        "*.mlp.down": RowwiseParallel(output_layouts=cut, use_local_output=False),
+        "*.mlp.up": ColwiseParallel(input_layouts=layout, use_local_output=False),
+        "*.mlp.down": RowwiseParallel(output_layouts=layout, use_local_output=False),
     }
     if sequence:
         plan["*.norm"] = SequenceParallel()

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessera
-from tessera import Partial, Placement, Replicate, Shard, _C
+from tessera import _C, Partial, Placement, Replicate, Shard
 
 warnings.filterwarnings("ignore")
 
@@ -50,12 +50,16 @@ class Call:
 
     @property
     def name(self) -> str:
-        return self.op._schema.name + ("." + self.op._schema.overload_name if self.op._schema.overload_name else "")
+        return self.op._schema.name + (
+            "." + self.op._schema.overload_name if self.op._schema.overload_name else ""
+        )
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> "Call":
         flat, structure = pytree.tree_flatten((self.args, self.kwargs))
         rest = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(rest) if is_placed(leaf) else leaf for leaf in flat], structure)
+        args, kwargs = pytree.tree_unflatten(
+            [next(rest) if is_placed(leaf) else leaf for leaf in flat], structure
+        )
         return Call(self.op, args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -82,12 +86,29 @@ class Recorder(TorchDispatchMode):
         call = Call(op, args, kwargs)
         has_rule = call.name in self.rules or torch.Tag.pointwise in op.tags
         known = self.calls[call.name]
-        if has_rule and len(known) < self.limit and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags:
+        if (
+            has_rule
+            and len(known) < self.limit
+            and not op._schema.is_mutable
+            and torch.Tag.nondeterministic_seeded not in op.tags
+        ):
             tensors = call.tensors()
             # A mode sees a number where the operator got it as a tensor; only tensors can be given back to it.
-            unwrapped = any(isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float, complex)) for argument, value in zip(op._schema.arguments, args))
-            usable = tensors and not unwrapped and all(t.layout is torch.strided and not t.is_quantized and t.numel() <= 4096 for t in tensors)
-            signature = tuple((tuple(t.shape), t.dtype) for t in tensors) + (str([x for x in pytree.tree_leaves((args, kwargs)) if not is_placed(x)]),)
+            unwrapped = any(
+                isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float, complex))
+                for argument, value in zip(op._schema.arguments, args)
+            )
+            usable = (
+                tensors
+                and not unwrapped
+                and all(
+                    t.layout is torch.strided and not t.is_quantized and t.numel() <= 4096 for t in tensors
+                )
+            )
+            signature = (
+                *tuple((tuple(t.shape), t.dtype) for t in tensors),
+                str([x for x in pytree.tree_leaves((args, kwargs)) if not is_placed(x)]),
+            )
             if usable and signature not in known:
                 known[signature] = call.with_tensors([t.detach().clone() for t in tensors])
         return op(*args, **kwargs)
@@ -98,16 +119,31 @@ def record(patterns: list[str], samples: int, limit: int) -> dict[str, list[Call
     for info in op_db:
         if not any(fnmatch.fnmatch(info.name, pattern) for pattern in patterns):
             continue
-        dtype = torch.float32 if torch.float32 in info.supported_dtypes("cpu") else next(iter(info.supported_dtypes("cpu")), torch.float32)
+        dtype = (
+            torch.float32
+            if torch.float32 in info.supported_dtypes("cpu")
+            else next(iter(info.supported_dtypes("cpu")), torch.float32)
+        )
         torch.manual_seed(0)
         try:
-            inputs = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd and dtype.is_floating_point), samples))
+            inputs = list(
+                itertools.islice(
+                    info.sample_inputs(
+                        "cpu", dtype, requires_grad=info.supports_autograd and dtype.is_floating_point
+                    ),
+                    samples,
+                )
+            )
         except Exception:
             continue
         for sample in inputs:
             try:
                 with recorder:
-                    results = [r for r in pytree.tree_leaves(info.op(sample.input, *sample.args, **sample.kwargs)) if is_placed(r) and r.requires_grad]
+                    results = [
+                        r
+                        for r in pytree.tree_leaves(info.op(sample.input, *sample.args, **sample.kwargs))
+                        if is_placed(r) and r.requires_grad
+                    ]
                     if results:
                         torch.autograd.backward(results, [torch.randn_like(r) for r in results])
             except Exception:
@@ -127,12 +163,20 @@ def parts_of(whole: torch.Tensor, placement: Placement, ranks: int) -> list[torc
     if isinstance(placement, Partial):
         if placement.reduce_op in ("sum", "avg"):
             generator = torch.Generator().manual_seed(whole.numel())
-            noise = [torch.randint(-4, 5, whole.shape, generator=generator).to(whole.dtype) for _ in range(ranks - 1)]
-            parts = noise + [whole - sum(noise)] if noise else [whole.clone()]
+            noise = [
+                torch.randint(-4, 5, whole.shape, generator=generator).to(whole.dtype)
+                for _ in range(ranks - 1)
+            ]
+            parts = [*noise, whole - sum(noise)] if noise else [whole.clone()]
             return [part * ranks for part in parts] if placement.reduce_op == "avg" else parts
         if placement.reduce_op in ("max", "min"):
             sign = 1 if placement.reduce_op == "max" else -1
-            return [whole - sign * ((torch.arange(whole.numel()).reshape(whole.shape) + rank) % ranks != 0).to(whole.dtype) for rank in range(ranks)]
+            return [
+                whole
+                - sign
+                * ((torch.arange(whole.numel()).reshape(whole.shape) + rank) % ranks != 0).to(whole.dtype)
+                for rank in range(ranks)
+            ]
         raise NotImplementedError(placement)
     return [whole.clone() for _ in range(ranks)]
 
@@ -142,8 +186,12 @@ def can_be(tensor: torch.Tensor, placement: Placement) -> bool:
         return placement.dim < tensor.ndim
     if isinstance(placement, Partial):
         if placement.reduce_op in ("max", "min"):
-            return tensor.dtype.is_floating_point or not tensor.dtype.is_complex and tensor.dtype is not torch.bool
-        return placement.reduce_op in ("sum", "avg") and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+            return tensor.dtype.is_floating_point or (
+                not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+            )
+        return placement.reduce_op in ("sum", "avg") and (
+            tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        )
     return True
 
 
@@ -173,7 +221,9 @@ class Verdict:
 def proposal_of(call: Call, mesh: tessera.DeviceMesh) -> tuple[list[tuple[Any, Any, int]], bool] | None:
     replicated = [_C.distribute_tensor(t, mesh, [Replicate()], None) for t in call.tensors()]
     placed = call.with_tensors(replicated)
-    return _C.propose_sharding(call.op._schema.name, call.op._schema.overload_name, *placed.args, **placed.kwargs)
+    return _C.propose_sharding(
+        call.op._schema.name, call.op._schema.overload_name, *placed.args, **placed.kwargs
+    )
 
 
 def try_row(call: Call, expected: list[Any], inputs: tuple[Placement, ...], ranks: int) -> str | None:
@@ -186,9 +236,13 @@ def try_row(call: Call, expected: list[Any], inputs: tuple[Placement, ...], rank
             mine = parts_of(tensor, placement, ranks)[mesh.get_rank()]
             placed.append(_C.from_local(mine, mesh, [placement], False, list(tensor.shape), None, None))
         asked = call.with_tensors(placed)
-        proposal = _C.propose_sharding(call.op._schema.name, call.op._schema.overload_name, *asked.args, **asked.kwargs)
+        proposal = _C.propose_sharding(
+            call.op._schema.name, call.op._schema.overload_name, *asked.args, **asked.kwargs
+        )
         try:
-            with tessera.implicit_communication("allowed" if proposal is None or proposal[1] else "forbidden"):
+            with tessera.implicit_communication(
+                "allowed" if proposal is None or proposal[1] else "forbidden"
+            ):
                 results = call.with_tensors(placed).results()
         except RuntimeError as error:
             if "has to move data between ranks" not in str(error):
@@ -216,7 +270,9 @@ def text(placements: tuple[Placement, ...]) -> str:
 def check_claims(call: Call, expected: list[Any], verdict: Verdict, ranks: int) -> set[tuple[str, ...]]:
     """Tries all rows, and returns the inputs that are offered."""
 
-    rows, decomposed = tessera.run(ranks, lambda: proposal_of(call, tessera.init_device_mesh("cpu", (ranks,))))[0] or ([], False)
+    rows, decomposed = tessera.run(
+        ranks, lambda: proposal_of(call, tessera.init_device_mesh("cpu", (ranks,)))
+    )[0] or ([], False)
     offered = {tuple(str(p) for p in row[0]) for row in rows}
     candidates = [tuple(row[0]) for row in rows if not row[2] or row[2] % ranks == 0]
     if decomposed:
@@ -252,12 +308,21 @@ def holds(parts: list[Any], whole: Any, ranks: int) -> bool:
     for dim in range(whole.ndim):
         if all(close(part, chunk) for part, chunk in zip(parts, parts_of(whole, Shard(dim), ranks))):
             return True
-    if any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts) or not whole.dtype.is_floating_point:
+    if (
+        any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts)
+        or not whole.dtype.is_floating_point
+    ):
         return False
-    return close(torch.stack(parts).sum(0), whole) or close(torch.stack(parts).amax(0), whole) or close(torch.stack(parts).amin(0), whole)
+    return (
+        close(torch.stack(parts).sum(0), whole)
+        or close(torch.stack(parts).amax(0), whole)
+        or close(torch.stack(parts).amin(0), whole)
+    )
 
 
-def find_missing(call: Call, expected: list[Any], offered: set[tuple[str, ...]], verdict: Verdict, ranks: int) -> None:
+def find_missing(
+    call: Call, expected: list[Any], offered: set[tuple[str, ...]], verdict: Verdict, ranks: int
+) -> None:
     tensors = call.tensors()
     if ("all",) in offered or len(tensors) > 4 or "backward" in call.name or call.name in UNCHECKED:
         return
@@ -272,7 +337,9 @@ def find_missing(call: Call, expected: list[Any], offered: set[tuple[str, ...]],
             results = [call.with_tensors([part[rank] for part in parts]).results() for rank in range(ranks)]
         except Exception:
             continue
-        if all(len(r) == len(expected) for r in results) and all(holds(list(each), whole, ranks) for each, whole in zip(zip(*results), expected)):
+        if all(len(r) == len(expected) for r in results) and all(
+            holds(list(each), whole, ranks) for each, whole in zip(zip(*results), expected)
+        ):
             verdict.missing[text(inputs)] = verdict.missing.get(text(inputs), 0) + 1
 
 
@@ -287,7 +354,9 @@ def validate_one(name: str, recorded: list[Call], ranks: list[int]) -> Verdict:
         for count in ranks:
             offered = check_claims(call, expected, verdict, count)
         find_missing(call, expected, offered, verdict, ranks[-1])
-    verdict.missing = {inputs: times for inputs, times in verdict.missing.items() if times == verdict.calls and times > 1}
+    verdict.missing = {
+        inputs: times for inputs, times in verdict.missing.items() if times == verdict.calls and times > 1
+    }
     return verdict
 
 
@@ -314,7 +383,12 @@ def validate(calls: dict[str, list[Call]], ranks: list[int], progress: bool) -> 
     for number, (name, recorded) in enumerate(calls.items()):
         verdicts.append(in_a_process(name, recorded, ranks))
         if progress:
-            print(f"\r{number + 1} of {len(calls)} operators, {time.monotonic() - started:.0f} s: {name:60.60}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{number + 1} of {len(calls)} operators, {time.monotonic() - started:.0f} s: {name:60.60}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     if progress:
         print(file=sys.stderr)
     return verdicts
@@ -335,7 +409,9 @@ def report(verdicts: list[Verdict]) -> str:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--ops", nargs="+", default=["*"], help="names in op_db, with wildcards")
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     arguments.add_argument("--samples", type=int, default=12, help="of each operator of op_db")

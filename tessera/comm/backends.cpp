@@ -1,4 +1,4 @@
-#include <tessera/comm/backends.h>
+#include <tessera/comm/builtin_backends.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/error.h>
 

@@ -22,7 +22,7 @@ namespace threads {
 class Hub;
 }
 
-/// What the maker of a group's backend is told.
+/// What the factory of a group's backend gets.
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store> store;  // this group's own; null if the world has none
   std::vector<int64_t> ranks;             // the members, as ranks of the world
@@ -42,10 +42,5 @@ TESSERA_API void register_backend(const std::string& name, BackendFactory factor
 /// Makes one by name, for instance to wrap it. Throws, listing the known names, if `name` is none of them.
 TESSERA_API c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
                                                            const BackendRequest& request);
-
-// The built-in makers, each where its transport is.
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
-c10::intrusive_ptr<c10d::Backend> make_fake_backend(const BackendRequest& request);
 
 }  // namespace tessera

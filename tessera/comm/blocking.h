@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-/// What a host language must do around a wait, such as letting go of a lock that others need to get there.
+/// What a host language must do around a wait: Python's bindings release the GIL, which other ranks need.
 /// `enter` is called before, and what it returned is handed to `leave` after, on the same thread.
 struct BlockingHooks {
   void* (*enter)() = nullptr;

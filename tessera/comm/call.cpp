@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/hash.h>
 
-namespace tessera::calls {
+namespace tessera::comm {
 
 using c10d::ReduceOp;
 
@@ -61,7 +61,7 @@ const char* name(ReduceOp::RedOpType op) {
   return "unused";
 }
 
-std::string describe(const Call& call) {
+std::string describe(const CollectiveCall& call) {
   if (!call.text.empty()) return call.text;
   std::ostringstream out;
   out << name(call.kind) << '(';
@@ -81,7 +81,7 @@ std::string describe(const Call& call) {
   return out.str();
 }
 
-void Plan::clear() {
+void CollectivePlan::clear() {
   tasks.clear();
   pointers.clear();
   op = ReduceOp::UNUSED;
@@ -92,12 +92,12 @@ namespace {
 
 class Planner {
  public:
-  Planner(std::span<const Call> calls, std::span<const int64_t> members, Plan& plan)
+  Planner(std::span<const CollectiveCall> calls, std::span<const int64_t> members, CollectivePlan& plan)
       : calls_(calls), members_(members), plan_(plan), n_(calls.size()) {}
 
   void run() {
     plan_.clear();
-    const Call& first = calls_[0];
+    const CollectiveCall& first = calls_[0];
     plan_.op = first.op;
     plan_.factor = first.factor;
     for (size_t r = 1; r < n_; ++r) compare(0, r);
@@ -133,7 +133,7 @@ class Planner {
   }
 
   void compare(size_t a, size_t b) const {
-    const Call &x = calls_[a], &y = calls_[b];
+    const CollectiveCall &x = calls_[a], &y = calls_[b];
     if (x.kind != y.kind) mismatch(a, b, "different collectives");
     if (x.op != y.op || x.factor != y.factor) mismatch(a, b, "different reductions");
     if (x.root != y.root) mismatch(a, b, "different roots");
@@ -150,8 +150,8 @@ class Planner {
     }
   }
 
-  /// How many tensors go at once: the `k` of Call.
-  static size_t tensors_of(const Call& call) {
+  /// How many tensors go at once: the `k` of CollectiveCall.
+  static size_t tensors_of(const CollectiveCall& call) {
     switch (call.kind) {
       case Collective::all_gather:
         return call.in.size();
@@ -208,7 +208,7 @@ class Planner {
         source(calls_[r].in[i]);
       }
       targets();
-      for (const Call& call : calls_) target(call.out[i]);
+      for (const CollectiveCall& call : calls_) target(call.out[i]);
       end();
     }
   }
@@ -252,9 +252,9 @@ class Planner {
     return result;
   }
 
-  void check_joined(size_t r, const Buffer& whole, int64_t elements) const {
-    TESSERA_CHECK(!calls_[r].joined || whole.elements == elements, "In ", describe(calls_[r]), " on rank ",
-                  members_[r], ", the tensor that holds the parts of all ranks has ", whole.elements,
+  void check_joined(size_t r, const Buffer& all, int64_t elements) const {
+    TESSERA_CHECK(!calls_[r].joined || all.elements == elements, "In ", describe(calls_[r]), " on rank ",
+                  members_[r], ", the tensor that holds the parts of all ranks has ", all.elements,
                   " elements, but the parts of the ", n_, " ranks have ", elements, " together.");
   }
 
@@ -314,9 +314,9 @@ class Planner {
     for (size_t r = 0; r < n_; ++r) copy(root, calls_[root].in[r], r, calls_[r].out[0]);
   }
 
-  std::span<const Call> calls_;
+  std::span<const CollectiveCall> calls_;
   std::span<const int64_t> members_;
-  Plan& plan_;
+  CollectivePlan& plan_;
   size_t n_;
   Task task_;
 };
@@ -336,7 +336,8 @@ bool overlap(const Buffer& a, const Buffer& b) {
 
 }  // namespace
 
-void plan(std::span<const Call> calls, std::span<const int64_t> members, Plan& result) {
+void make_plan(std::span<const CollectiveCall> calls, std::span<const int64_t> members,
+               CollectivePlan& result) {
   Planner(calls, members, result).run();
 }
 
@@ -420,8 +421,8 @@ CallBuilder& CallBuilder::in_out(at::TensorList tensors) {
   return *this;
 }
 
-void CallBuilder::cut(const at::Tensor& tensor, const Buffer& whole, at::IntArrayRef sizes, int64_t count,
-                      const char* side, c10::SmallVector<Buffer, 4>& parts) {
+void CallBuilder::split(const at::Tensor& tensor, const Buffer& all, at::IntArrayRef sizes, int64_t count,
+                        const char* side, c10::SmallVector<Buffer, 4>& parts) {
   TESSERA_CHECK_VALUE(sizes.empty() || static_cast<int64_t>(sizes.size()) == count, "all_to_all: there are ",
                       sizes.size(), ' ', side, " split sizes for a group of ", count, " ranks.");
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
@@ -438,9 +439,9 @@ void CallBuilder::cut(const at::Tensor& tensor, const Buffer& whole, at::IntArra
   for (int64_t i = 0; i < count; ++i) {
     const int64_t size = sizes.empty() ? rows / count : sizes[i];
     TESSERA_CHECK_VALUE(size >= 0, "all_to_all: ", side, " split sizes ", sizes, " contain a negative one.");
-    Buffer part = whole;
+    Buffer part = all;
     part.elements = size * row;
-    if (part.data) part.data += offset * row * static_cast<int64_t>(c10::elementSize(whole.dtype));
+    if (part.data) part.data += offset * row * static_cast<int64_t>(c10::elementSize(all.dtype));
     offset += size;
     parts.push_back(part);
   }
@@ -448,16 +449,16 @@ void CallBuilder::cut(const at::Tensor& tensor, const Buffer& whole, at::IntArra
 
 CallBuilder& CallBuilder::in_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count) {
   const at::Tensor dense = readable(tensor);
-  cut(dense, buffer(dense), sizes, count, "input", call_.in);
+  split(dense, buffer(dense), sizes, count, "input", call_.in);
   return *this;
 }
 CallBuilder& CallBuilder::out_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count) {
   const at::Tensor dense = writable(tensor, false);
-  cut(dense, buffer(dense), sizes, count, "output", call_.out);
+  split(dense, buffer(dense), sizes, count, "output", call_.out);
   return *this;
 }
 
-Call CallBuilder::build() {
+CollectiveCall CallBuilder::build() {
   const bool in_place = call_.kind == Collective::all_reduce || call_.kind == Collective::reduce ||
                         call_.kind == Collective::broadcast;
   if (!in_place && content_ == Content::data) separate_overlaps();
@@ -491,4 +492,4 @@ void CallBuilder::separate_overlaps() {
   }
 }
 
-}  // namespace tessera::calls
+}  // namespace tessera::comm

@@ -13,9 +13,9 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-/// What the ranks of a group ask for when they call a collective, whether their calls fit together, and what
-/// has to be moved and reduced to answer them. Pure: no ranks, no threads, no transport.
-namespace tessera::calls {
+/// The calls of a collective by the ranks of a group, whether they match, and what has to be moved and
+/// reduced to carry them out. Pure: no ranks, no threads, no transport.
+namespace tessera::comm {
 
 enum class Collective : uint8_t {
   all_reduce,
@@ -55,7 +55,7 @@ struct Buffer {
 ///   barrier          none                        none
 ///
 /// A joined buffer holds the parts of all ranks one after the other; their sizes are the peers'.
-struct Call {
+struct CollectiveCall {
   Collective kind = Collective::barrier;
   bool joined = false;
   int64_t root = -1;
@@ -66,23 +66,23 @@ struct Call {
 
   /// What keeps the memory alive until the collective is done.
   c10::SmallVector<at::Tensor, 2> tensors;
-  /// Words for the call if its tensors are elsewhere (the call of another process).
+  /// The description of a call whose tensors are not here (the call of another process).
   std::string text;
 };
 
 /// "all_reduce(sum, float[3, 4])": for errors.
-std::string describe(const Call& call);
+std::string describe(const CollectiveCall& call);
 
 /// Every target becomes the reduction of the sources, in their order, element by element; with one source: a
 /// copy.
 struct Task {
   int64_t elements = 0;
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  uint32_t first_source = 0, sources = 0;  // in Plan::pointers
+  uint32_t first_source = 0, sources = 0;  // in CollectivePlan::pointers
   uint32_t first_target = 0, targets = 0;
 };
 
-struct Plan {
+struct CollectivePlan {
   std::vector<Task> tasks;  // none is empty
   std::vector<std::byte*> pointers;
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::UNUSED;
@@ -91,24 +91,24 @@ struct Plan {
   void clear();
 };
 
-/// The plan that answers the calls of all ranks of a group; calls[i] is member i's.
-/// Throws if they do not fit together: another collective, dtype, shape, root or reduction, or a part whose
-/// sender and receiver disagree on its size. The error shows both sides. `members[i]` is the name (world
-/// rank) of member i in it.
-void plan(std::span<const Call> calls, std::span<const int64_t> members, Plan& result);
+/// Makes `result` the plan that carries out the calls of all ranks of a group; calls[i] is member i's.
+/// Throws if they do not match: another collective, dtype, shape, root or reduction, or a part whose sender
+/// and receiver disagree on its size. The error shows both sides, and names member i by its world rank
+/// `members[i]`.
+void make_plan(std::span<const CollectiveCall> calls, std::span<const int64_t> members,
+               CollectivePlan& result);
 
-/// Whether a tensor's memory is its values, one after the other: not so if strides have it otherwise, or if
-/// it is the conjugate or negative of what is there.
+/// Whether a tensor is contiguous and its memory holds its values: not their conjugates or negatives.
 bool is_plain(const at::Tensor& tensor);
-/// It or a copy of it of which that is so.
+/// The tensor, or a plain copy of it.
 at::Tensor plain(const at::Tensor& tensor);
 
-/// Turns the tensors of a c10d call into a Call. Where an output is not plain, or an input and an output
-/// share memory, others stand in for them, and `take_copy_back` says what to copy when the collective is
-/// done.
+/// Turns the tensors of a c10d call into a CollectiveCall. Where an output is not plain, or an input and an
+/// output share memory, the collective works on temporary tensors, and `take_copy_back` says what to copy
+/// when it is done.
 class CallBuilder {
  public:
-  /// What calls are to hold: the addresses of the data, or sizes only (then tensors are not touched at all).
+  /// What calls contain: the addresses of the data, or sizes only (then tensors are not touched at all).
   enum class Content { data, sizes };
 
   CallBuilder(Collective kind, Content content) : content_(content) { call_.kind = kind; }
@@ -127,7 +127,7 @@ class CallBuilder {
   CallBuilder& in_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count);
   CallBuilder& out_parts(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t count);
 
-  Call build();
+  CollectiveCall build();
 
   /// (what the caller gave, what was written instead)
   using CopyBack = std::vector<std::pair<at::Tensor, at::Tensor>>;
@@ -137,17 +137,17 @@ class CallBuilder {
   Buffer buffer(const at::Tensor& contiguous);
   at::Tensor readable(const at::Tensor& tensor) const;
   at::Tensor writable(const at::Tensor& tensor, bool with_values);
-  static void cut(const at::Tensor& tensor, const Buffer& whole, at::IntArrayRef sizes, int64_t count,
-                  const char* side, c10::SmallVector<Buffer, 4>& parts);
+  static void split(const at::Tensor& tensor, const Buffer& all, at::IntArrayRef sizes, int64_t count,
+                    const char* side, c10::SmallVector<Buffer, 4>& parts);
 
-  /// Gives an input and an output that share memory places of their own, so that the result does not depend
-  /// on the order of reads and writes.
+  /// Gives an input and an output that share memory separate memory, so that the result does not depend on
+  /// the order of reads and writes.
   void separate_overlaps();
 
   const Content content_;
-  Call call_;
-  c10::SmallVector<at::Tensor, 2> outputs_;  // of call_.out, where those are whole tensors
+  CollectiveCall call_;
+  c10::SmallVector<at::Tensor, 2> outputs_;  // of call_.out, where those are not parts of a tensor
   CopyBack copy_back_;
 };
 
-}  // namespace tessera::calls
+}  // namespace tessera::comm

@@ -4,7 +4,7 @@
 namespace tessera {
 
 using c10d::OpType;
-using calls::Collective;
+using comm::Collective;
 
 namespace {
 
@@ -32,14 +32,14 @@ void check_root(int64_t root, int size, const char* what) {
 
 CallBackend::Work CallBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   check_root(opts.rootRank, getSize(), "broadcast");
-  calls::CallBuilder call(Collective::broadcast, content());
+  comm::CallBuilder call(Collective::broadcast, content());
   call.root(opts.rootRank).in_out(only(tensors, "broadcast"));
   return submit(call, OpType::BROADCAST, tensors, opts.timeout,
                 [&](Backend& to) { return to.broadcast(tensors, opts); });
 }
 
 CallBackend::Work CallBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  calls::CallBuilder call(Collective::all_reduce, content());
+  comm::CallBuilder call(Collective::all_reduce, content());
   call.reduction(opts.reduceOp).in_out(only(tensors, "all_reduce"));
   return submit(call, OpType::ALLREDUCE, tensors, opts.timeout,
                 [&](Backend& to) { return to.allreduce(tensors, opts); });
@@ -47,7 +47,7 @@ CallBackend::Work CallBackend::allreduce(Tensors& tensors, const c10d::Allreduce
 
 CallBackend::Work CallBackend::allreduce_coalesced(Tensors& tensors,
                                                    const c10d::AllreduceCoalescedOptions& opts) {
-  calls::CallBuilder call(Collective::all_reduce, content());
+  comm::CallBuilder call(Collective::all_reduce, content());
   call.reduction(opts.reduceOp).in_out(tensors);
   return submit(call, OpType::ALLREDUCE_COALESCED, tensors, opts.timeout,
                 [&](Backend& to) { return to.allreduce_coalesced(tensors, opts); });
@@ -55,7 +55,7 @@ CallBackend::Work CallBackend::allreduce_coalesced(Tensors& tensors,
 
 CallBackend::Work CallBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   check_root(opts.rootRank, getSize(), "reduce");
-  calls::CallBuilder call(Collective::reduce, content());
+  comm::CallBuilder call(Collective::reduce, content());
   call.root(opts.rootRank).reduction(opts.reduceOp).in_out(only(tensors, "reduce"));
   return submit(call, OpType::REDUCE, tensors, opts.timeout,
                 [&](Backend& to) { return to.reduce(tensors, opts); });
@@ -64,7 +64,7 @@ CallBackend::Work CallBackend::reduce(Tensors& tensors, const c10d::ReduceOption
 CallBackend::Work CallBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const c10d::AllgatherOptions& opts) {
   check_count(only(outputs, "all_gather"), getSize(), "all_gather");
-  calls::CallBuilder call(Collective::all_gather, content());
+  comm::CallBuilder call(Collective::all_gather, content());
   call.in(only(inputs, "all_gather")).out(outputs[0]);
   return submit(call, OpType::ALLGATHER, outputs[0], opts.timeout,
                 [&](Backend& to) { return to.allgather(outputs, inputs, opts); });
@@ -72,7 +72,7 @@ CallBackend::Work CallBackend::allgather(std::vector<Tensors>& outputs, Tensors&
 
 CallBackend::Work CallBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::AllgatherOptions& opts) {
-  calls::CallBuilder call(Collective::all_gather, content());
+  comm::CallBuilder call(Collective::all_gather, content());
   call.joined().in(input).out(output);
   return submit(call, OpType::_ALLGATHER_BASE, {output}, opts.timeout,
                 [&](Backend& to) { return to._allgather_base(output, input, opts); });
@@ -83,7 +83,7 @@ CallBackend::Work CallBackend::allgather_coalesced(std::vector<Tensors>& outputs
   TESSERA_CHECK_VALUE(static_cast<int>(outputs.size()) == getSize(),
                       "all_gather: needs a list of outputs for each of the ", getSize(),
                       " ranks of the group, got ", outputs.size(), ".");
-  calls::CallBuilder call(Collective::all_gather, content());
+  comm::CallBuilder call(Collective::all_gather, content());
   call.in(inputs);
   Tensors results;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -102,7 +102,7 @@ CallBackend::Work CallBackend::allgather_into_tensor_coalesced(Tensors& outputs,
                                                                const c10d::AllgatherOptions& opts) {
   TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather: there are ", inputs.size(),
                       " inputs, but ", outputs.size(), " outputs.");
-  calls::CallBuilder call(Collective::all_gather, content());
+  comm::CallBuilder call(Collective::all_gather, content());
   call.joined().in(inputs).out(outputs);
   return submit(call, OpType::ALLGATHER_COALESCED, outputs, opts.timeout,
                 [&](Backend& to) { return to.allgather_into_tensor_coalesced(outputs, inputs, opts); });
@@ -111,7 +111,7 @@ CallBackend::Work CallBackend::allgather_into_tensor_coalesced(Tensors& outputs,
 CallBackend::Work CallBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                       const c10d::GatherOptions& opts) {
   check_root(opts.rootRank, getSize(), "gather");
-  calls::CallBuilder call(Collective::gather, content());
+  comm::CallBuilder call(Collective::gather, content());
   call.root(opts.rootRank).in(only(inputs, "gather"));
   if (getRank() != opts.rootRank)
     return submit(call, OpType::GATHER, {}, opts.timeout,
@@ -125,7 +125,7 @@ CallBackend::Work CallBackend::gather(std::vector<Tensors>& outputs, Tensors& in
 CallBackend::Work CallBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const c10d::ScatterOptions& opts) {
   check_root(opts.rootRank, getSize(), "scatter");
-  calls::CallBuilder call(Collective::scatter, content());
+  comm::CallBuilder call(Collective::scatter, content());
   call.root(opts.rootRank).out(only(outputs, "scatter"));
   if (getRank() == opts.rootRank) {
     check_count(only(inputs, "scatter"), getSize(), "scatter");
@@ -138,7 +138,7 @@ CallBackend::Work CallBackend::scatter(Tensors& outputs, std::vector<Tensors>& i
 CallBackend::Work CallBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                               const c10d::ReduceScatterOptions& opts) {
   check_count(only(inputs, "reduce_scatter"), getSize(), "reduce_scatter");
-  calls::CallBuilder call(Collective::reduce_scatter, content());
+  comm::CallBuilder call(Collective::reduce_scatter, content());
   call.reduction(opts.reduceOp).in(inputs[0]).out(only(outputs, "reduce_scatter"));
   return submit(call, OpType::REDUCE_SCATTER, outputs, opts.timeout,
                 [&](Backend& to) { return to.reduce_scatter(outputs, inputs, opts); });
@@ -146,7 +146,7 @@ CallBackend::Work CallBackend::reduce_scatter(Tensors& outputs, std::vector<Tens
 
 CallBackend::Work CallBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                     const c10d::ReduceScatterOptions& opts) {
-  calls::CallBuilder call(Collective::reduce_scatter, content());
+  comm::CallBuilder call(Collective::reduce_scatter, content());
   call.reduction(opts.reduceOp).joined().in(input).out(output);
   return submit(call, OpType::_REDUCE_SCATTER_BASE, {output}, opts.timeout,
                 [&](Backend& to) { return to._reduce_scatter_base(output, input, opts); });
@@ -156,7 +156,7 @@ CallBackend::Work CallBackend::reduce_scatter_tensor_coalesced(Tensors& outputs,
                                                                const c10d::ReduceScatterOptions& opts) {
   TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter: there are ", inputs.size(),
                       " inputs, but ", outputs.size(), " outputs.");
-  calls::CallBuilder call(Collective::reduce_scatter, content());
+  comm::CallBuilder call(Collective::reduce_scatter, content());
   call.reduction(opts.reduceOp).joined().in(inputs).out(outputs);
   return submit(call, OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, opts.timeout,
                 [&](Backend& to) { return to.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
@@ -166,7 +166,7 @@ CallBackend::Work CallBackend::alltoall_base(at::Tensor& output, at::Tensor& inp
                                              std::vector<int64_t>& output_splits,
                                              std::vector<int64_t>& input_splits,
                                              const c10d::AllToAllOptions& opts) {
-  calls::CallBuilder call(Collective::all_to_all, content());
+  comm::CallBuilder call(Collective::all_to_all, content());
   call.in_parts(input, input_splits, getSize()).out_parts(output, output_splits, getSize());
   return submit(call, OpType::ALLTOALL_BASE, {output}, opts.timeout, [&](Backend& to) {
     return to.alltoall_base(output, input, output_splits, input_splits, opts);
@@ -177,14 +177,14 @@ CallBackend::Work CallBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                         const c10d::AllToAllOptions& opts) {
   check_count(outputs, getSize(), "all_to_all");
   check_count(inputs, getSize(), "all_to_all");
-  calls::CallBuilder call(Collective::all_to_all, content());
+  comm::CallBuilder call(Collective::all_to_all, content());
   call.in(inputs).out(outputs);
   return submit(call, OpType::ALLTOALL, outputs, opts.timeout,
                 [&](Backend& to) { return to.alltoall(outputs, inputs, opts); });
 }
 
 CallBackend::Work CallBackend::barrier(const c10d::BarrierOptions& opts) {
-  calls::CallBuilder call(Collective::barrier, content());
+  comm::CallBuilder call(Collective::barrier, content());
   return submit(call, OpType::BARRIER, {}, opts.timeout, [&](Backend& to) { return to.barrier(opts); });
 }
 

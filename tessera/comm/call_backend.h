@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-/// A c10d backend that sees every collective as a Call: the arguments of c10d's many entry points are checked
-/// and turned into one here, and what to do with it is left to `submit`.
+/// A c10d backend that sees every collective as a CollectiveCall: the arguments of c10d's many entry points
+/// are checked and turned into one here, and what to do with it is left to `submit`.
 class CallBackend : public c10d::Backend {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
@@ -46,10 +46,10 @@ class CallBackend : public c10d::Backend {
 
  protected:
   /// `results` are the tensors that the collective writes.
-  virtual Work submit(calls::CallBuilder& call, c10d::OpType type, Tensors results,
+  virtual Work submit(comm::CallBuilder& call, c10d::OpType type, Tensors results,
                       std::chrono::milliseconds timeout, Forward forward) = 0;
   /// Whether calls are to carry the addresses of the data, or only sizes.
-  virtual calls::CallBuilder::Content content() const = 0;
+  virtual comm::CallBuilder::Content content() const = 0;
 };
 
 }  // namespace tessera

@@ -12,14 +12,14 @@
 
 namespace tessera {
 
-using calls::Buffer;
-using calls::Call;
-using calls::Collective;
+using comm::Buffer;
+using comm::Collective;
+using comm::CollectiveCall;
 
 namespace {
 
 /// A call as numbers, without the data: fixed fields, then the buffers, then the text a byte each.
-std::vector<int64_t> encode(const Call& call) {
+std::vector<int64_t> encode(const CollectiveCall& call) {
   const std::string text = describe(call);
   std::vector<int64_t> words{static_cast<int64_t>(call.kind),
                              call.joined,
@@ -39,8 +39,8 @@ std::vector<int64_t> encode(const Call& call) {
   return words;
 }
 
-Call decode(const int64_t* words) {
-  Call call;
+CollectiveCall decode(const int64_t* words) {
+  CollectiveCall call;
   call.kind = static_cast<Collective>(*words++);
   call.joined = *words++ != 0;
   call.root = *words++;
@@ -83,7 +83,7 @@ class CheckedBackend final : public CallBackend {
   Work recvAnysource(Tensors& tensors, int tag) override { return inner_->recvAnysource(tensors, tag); }
 
  private:
-  Work submit(calls::CallBuilder& builder, c10d::OpType /*type*/, Tensors /*results*/,
+  Work submit(comm::CallBuilder& builder, c10d::OpType /*type*/, Tensors /*results*/,
               std::chrono::milliseconds /*timeout*/, Forward forward) override {
     const std::vector<int64_t> words = encode(builder.build());
     const at::Tensor lengths = gather(at::full({1}, static_cast<int64_t>(words.size()), at::kLong));
@@ -91,13 +91,13 @@ class CheckedBackend final : public CallBackend {
     at::Tensor mine = at::zeros({longest}, at::kLong);
     std::memcpy(mine.data_ptr(), words.data(), words.size() * sizeof(int64_t));
     const at::Tensor all = gather(mine);
-    std::vector<Call> all_calls;
+    std::vector<CollectiveCall> all_calls;
     for (int rank = 0; rank < getSize(); ++rank)
       all_calls.push_back(decode(all.const_data_ptr<int64_t>() + rank * longest));
-    calls::plan(all_calls, ranks_, plan_);
+    comm::make_plan(all_calls, ranks_, plan_);
     return forward(*inner_);
   }
-  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::sizes; }
+  comm::CallBuilder::Content content() const override { return comm::CallBuilder::Content::sizes; }
 
   at::Tensor gather(const at::Tensor& mine) {
     at::Tensor input = mine.to(options_.device());
@@ -113,7 +113,7 @@ class CheckedBackend final : public CallBackend {
   const c10::intrusive_ptr<c10d::Backend> inner_;
   const std::vector<int64_t> ranks_;
   const at::TensorOptions options_;
-  calls::Plan plan_;
+  comm::CollectivePlan plan_;
 };
 
 }  // namespace

@@ -11,8 +11,8 @@ class Backend;
 
 namespace tessera {
 
-/// A backend that, before each collective, has the ranks tell one another what they are about to call, and
-/// throws the same error on all of them if that does not fit together; else it is `backend`.
+/// A backend that, before each collective, exchanges what the ranks are about to call, and throws the same
+/// error on all of them if the calls do not match; else it does what `backend` does.
 /// `ranks`: the members, for messages. `device`: where the tensors that `backend` carries are.
 c10::intrusive_ptr<c10d::Backend> make_checked(c10::intrusive_ptr<c10d::Backend> backend,
                                                std::vector<int64_t> ranks, c10::DeviceType device);

@@ -19,10 +19,6 @@ namespace tessera::comm {
 namespace {
 
 using c10d::ReduceOp;
-using calls::CallBuilder;
-using calls::Collective;
-using calls::is_plain;
-using calls::plain;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
 /// The backend of the group for where `tensor` is.
@@ -79,7 +75,7 @@ void check_size(const Tensors& tensors, const Group& group, const char* what) {
 
 void check_reduction(const at::Tensor& tensor, const ReduceOp& op, const char* what) {
   TESSERA_CHECK_VALUE(threads::can_reduce(tensor.scalar_type(), op.op_), what, ": there is no reduction ",
-                      calls::name(op.op_), " of ", tensor.scalar_type(), " values.");
+                      name(op.op_), " of ", tensor.scalar_type(), " values.");
 }
 
 /// target = op(parts[0], parts[1], ...), in this order.
@@ -280,8 +276,9 @@ Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const
   if (takes_all(backend)) return Pending(group, backend->_allgather_base(out, in));
   TESSERA_CHECK_VALUE(
       output.numel() == input.numel() * group->getSize() && output.scalar_type() == input.scalar_type(),
-      "all_gather_into: the output, ", output.scalar_type(), output.sizes(), ", does not hold the inputs of ",
-      group->getSize(), " ranks, ", input.scalar_type(), input.sizes(), " each.");
+      "all_gather_into: the output, ", output.scalar_type(), output.sizes(),
+      ", has no room for exactly the inputs of ", group->getSize(), " ranks, ", input.scalar_type(),
+      input.sizes(), " each.");
   const at::NoGradGuard no_grad;
   if (input.numel() == 0) return barrier(group);
   const Landing landing(output);
@@ -325,7 +322,7 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
   if (takes_all(backend)) return Pending(group, backend->_reduce_scatter_base(out, in, options));
   TESSERA_CHECK_VALUE(input.numel() == output.numel() * group->getSize(),
                       "reduce_scatter_from: the input, of shape ", input.sizes(),
-                      ", does not hold one part for each of ", group->getSize(), " ranks, of shape ",
+                      ", does not have one part for each of ", group->getSize(), " ranks, of shape ",
                       output.sizes(), ".");
   const at::NoGradGuard no_grad;
   if (output.numel() == 0) return barrier(group);

@@ -14,11 +14,11 @@
 /// nothing.
 ///
 ///   - any dtype can be moved
-///   - numbers have the reductions sum, avg, product and premul_sum, all but complex ones also min and max,
-///     integers and bool also band, bor and bxor
+///   - every dtype has the reductions sum, avg and product; floating and complex ones premul_sum; all but
+///     complex ones min and max; integers and bool band, bor and bxor
 ///   - parts may differ in size from rank to rank and be empty; sizes count elements, shapes are free
 ///   - tensors need not be contiguous; results are written in place; autograd is not involved
-///   - if a peer failed, the error says which and why, where it could tell
+///   - if a peer failed, the error says which and why, where that is known
 namespace tessera::comm {
 
 /// A collective under way. Its tensors must not be touched until `wait` has returned.

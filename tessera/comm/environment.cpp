@@ -29,7 +29,7 @@ class Reader {
     const auto [rest, error] = std::from_chars(value->data(), end, result);
     TESSERA_CHECK_VALUE(error == std::errc() && rest == end && result >= lowest && result <= highest,
                         "The environment variable ", name, " is \"", *value,
-                        "\", but must be a whole number from ", lowest, " to ", highest, ".");
+                        "\", but must be an integer from ", lowest, " to ", highest, ".");
     return result;
   }
 

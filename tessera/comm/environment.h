@@ -16,7 +16,7 @@ class Store;
 
 namespace tessera {
 
-/// What a launcher tells the processes it starts.
+/// What a launcher passes to the processes it starts.
 struct LaunchInfo {
   std::string launcher;  // "torchrun", "mpirun" or "slurm"
   int64_t rank = 0;
@@ -40,7 +40,7 @@ using EnvironmentLookup = std::function<std::optional<std::string>(const std::st
 ///
 /// MASTER_ADDR and MASTER_PORT, where rank 0 keeps the store, may be given to all. Without them mpirun's
 /// processes are taken to be on one machine (a world over several is an error that says to set MASTER_ADDR),
-/// and Slurm's find rank 0 on the first node of the job, at a port made from the job's number.
+/// and Slurm's find rank 0 on the first node of the job, at a port made from the job's id.
 /// Values that make no sense are errors that name the variable.
 TESSERA_API std::optional<LaunchInfo> launch_info(const EnvironmentLookup& lookup);
 /// The same from this process's environment.
@@ -50,6 +50,7 @@ TESSERA_API std::optional<LaunchInfo> launch_info();
 TESSERA_API std::string first_slurm_host(const std::string& node_list);
 
 /// Connects to the store that these processes share; rank 0 keeps it unless torchrun does.
-c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chrono::milliseconds timeout);
+TESSERA_API c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info,
+                                                          std::chrono::milliseconds timeout);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include <tessera/comm/backends.h>
+#include <tessera/comm/builtin_backends.h>
 #include <tessera/comm/call_backend.h>
 
 namespace tessera {
@@ -31,11 +31,11 @@ class FakeBackend final : public CallBackend {
   Work recvAnysource(Tensors& tensors, int) override { return c10::make_intrusive<FakeWork>(tensors); }
 
  private:
-  Work submit(calls::CallBuilder&, c10d::OpType, Tensors results, std::chrono::milliseconds,
+  Work submit(comm::CallBuilder&, c10d::OpType, Tensors results, std::chrono::milliseconds,
               Forward) override {
     return c10::make_intrusive<FakeWork>(std::move(results));
   }
-  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::sizes; }
+  comm::CallBuilder::Content content() const override { return comm::CallBuilder::Content::sizes; }
 };
 
 }  // namespace

@@ -9,19 +9,20 @@ namespace tessera {
 ///
 /// libtorch has one level for the process. Ranks that are threads share it: it begins with the first rank
 /// that enters and ends when the last has left, and who leaves waits for that. So tangents of one rank never
-/// end up in another's next level, and none is gone before its rank is through. Ranks that are processes, and
-/// code that is no rank's, have libtorch's level as it is.
+/// end up in another's next level, and none is freed while its rank still uses it. Ranks that are processes,
+/// and code that is no rank's, have libtorch's level as it is.
 
-/// Its index, for at::_make_dual and at::_unpack_dual. An error if this rank is inside already.
+/// Enters the level and returns its index, for at::_make_dual and at::_unpack_dual. An error if this rank is
+/// inside already.
 TESSERA_API uint64_t enter_dual_level();
 
-/// `is_failing`: on the way out with an exception, when this does not wait for other ranks.
+/// Leaves the level. `is_failing`: an exception is being thrown, so this does not wait for other ranks.
 TESSERA_API void exit_dual_level(bool is_failing = false);
 
 /// Whether this rank is inside.
 TESSERA_API bool is_in_dual_level();
 
-/// While it lives, this rank is inside.
+/// Enters the level, and leaves it at the end of the scope.
 class TESSERA_API DualLevel {
  public:
   DualLevel();

@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-/// at::cat of what is moved between ranks. Autocast casts what a user joins, and refuses to join some dtypes;
-/// it leaves this alone.
+/// at::cat of what is moved between ranks, without autocast, which would cast the tensors or refuse their
+/// dtype.
 inline at::Tensor joined(at::TensorList parts, int64_t dim = 0) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return at::cat(parts, dim);

@@ -2,14 +2,9 @@
 
 namespace tessera::comm {
 
-namespace {
-thread_local Observer* current = nullptr;
-}
+Observer::Observer() : scope_(this) {}
+Observer::~Observer() = default;
 
-Observer::Observer() : outer_(current) { current = this; }
-
-Observer::~Observer() { current = outer_; }
-
-Observer* Observer::innermost() { return current; }
+Observer* Observer::innermost() { return ThreadScope<Observer*, Observer>::current(); }
 
 }  // namespace tessera::comm

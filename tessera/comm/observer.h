@@ -2,6 +2,7 @@
 
 #include <tessera/comm/world.h>
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <cstdint>
 
@@ -14,8 +15,8 @@ struct Event {
   const Group& group;
 };
 
-/// While it lives, it is told of every one that the calling thread calls, before it is carried out. Several
-/// are all told.
+/// While alive, is notified of every event of the calling thread, before the call is carried out. If several
+/// are alive, all of them are, the innermost first.
 class TESSERA_API Observer {
  public:
   Observer();
@@ -27,10 +28,10 @@ class TESSERA_API Observer {
 
   /// The innermost one of the calling thread, or null.
   static Observer* innermost();
-  Observer* outer() const { return outer_; }
+  Observer* outer() const { return scope_.outer(); }
 
  private:
-  Observer* outer_;
+  ThreadScope<Observer*, Observer> scope_;
 };
 
 }  // namespace tessera::comm

@@ -289,7 +289,7 @@ std::string why_not(const World& world) {
   const auto agent = torch_rpc::RpcAgent::getCurrentRpcAgent();
   const auto& self = agent->getWorkerInfo();
   if (self.id_ != world.rank())
-    return c10::str("its number in RPC (worker ", self.id_, ", \"", self.name_, "\") is not its rank");
+    return c10::str("its id in RPC (worker ", self.id_, ", \"", self.name_, "\") is not its rank");
   if (static_cast<int64_t>(agent->getWorkerInfos().size()) != world.size())
     return c10::str("RPC has ", agent->getWorkerInfos().size(), " workers, not one for each of the ",
                     world.size(), " ranks");

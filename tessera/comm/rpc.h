@@ -22,7 +22,7 @@ class UserRRef;
 /// A process has one RPC. If torch.distributed.rpc of Python initialized it, that one is taken (never tried).
 namespace tessera::rpc {
 
-/// No call waits longer than this for an answer unless asked to.
+/// The longest that a call waits for its answer unless the caller gives another timeout.
 inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(1);
 
 struct Options {
@@ -31,7 +31,7 @@ struct Options {
   /// The longest that `init_rpc` waits for the other ranks, and a call for its answer unless it says
   /// otherwise.
   std::chrono::milliseconds timeout = kDefaultTimeout;
-  /// Threads that answer what others ask.
+  /// Threads that answer the calls of others.
   int threads = 4;
 };
 
@@ -54,7 +54,7 @@ TESSERA_API std::string worker_name(int64_t rank);
 TESSERA_API std::optional<int64_t> worker_rank(const std::string& name);
 
 /// Why the ranks of `world` cannot be called from here; empty if they can.
-std::string why_not(const World& world);
+TESSERA_API std::string why_not(const World& world);
 
 /// What the operator of this name, such as "aten::add.Tensor", gives for these arguments on another rank.
 /// libtorch knows only operators of "aten" there. Throws if that throws, if the other process is not there

@@ -9,9 +9,9 @@
 
 namespace tessera {
 
-/// A wait for other ranks that the process knows of while it lives. When the oldest has lasted for 30 s, and
-/// each time it has lasted twice as long, one line on stderr says of all of them which rank waits where and
-/// for whom, so that a hang is understood long before its timeout.
+/// While alive, registers a wait for other ranks with the process. When the oldest wait has lasted for 30 s,
+/// and each time it has lasted twice as long, one line on stderr says of all of them which rank waits where
+/// and for whom, so that a hang is understood long before its timeout.
 ///
 /// TESSERA_WAIT_REPORT_SECONDS in the environment sets the first interval; 0: there are no such lines.
 class TESSERA_API Wait {

@@ -51,7 +51,7 @@ bool environment_asks_for_checks() {
   return value && std::string(value) == "1";
 }
 
-thread_local std::shared_ptr<World> thread_world;
+using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;
 
 struct ProcessWorld {
   std::mutex mutex;
@@ -64,7 +64,7 @@ ProcessWorld& process_world() {
 }
 
 std::shared_ptr<World> find_world() {
-  if (thread_world) return thread_world;
+  if (const auto& world = ThreadWorld::current()) return world;
   std::lock_guard lock(process_world().mutex);
   return process_world().world;
 }
@@ -195,9 +195,8 @@ std::shared_ptr<World> current_world() {
 
 bool has_current_world() { return find_world() != nullptr; }
 
-WorldScope::WorldScope(std::shared_ptr<World> world)
-    : previous_(std::exchange(thread_world, std::move(world))) {}
-WorldScope::~WorldScope() { thread_world = std::move(previous_); }
+WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(std::move(world)) {}
+WorldScope::~WorldScope() = default;
 
 std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
   const auto info = launch_info();

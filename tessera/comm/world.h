@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <chrono>
 #include <functional>
@@ -31,7 +32,7 @@ class Hub;
 /// one.
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// No wait in Tessera is longer than this unless a longer one was asked for.
+/// The longest wait in Tessera unless the caller gives another timeout.
 inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
 struct WorldOptions {
@@ -53,7 +54,7 @@ struct WorldOptions {
   /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment.
   bool check_collectives = false;
 
-  /// Asked before the world makes a group: one of exactly these ranks that exists already, for tensors on
+  /// Called before the world makes a group: returns an existing group of exactly these ranks, for tensors on
   /// that device, or null.
   std::function<Group(c10::IntArrayRef ranks, c10::DeviceType device)> existing_group = {};
 
@@ -90,15 +91,15 @@ class TESSERA_API World {
   /// The ranks of a group that this world made, or nothing if it did not make it.
   std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
 
-  /// On ranks that are threads: waits until all of them are here, all with the same `what`, and is an error
-  /// on all of them if it is another. For changes of what is one for the process, which they have to make
-  /// together. Does nothing on ranks that are processes.
+  /// On ranks that are threads: waits until all of them are here, all with the same `what`, and throws on all
+  /// of them if it differs. For changes of process-wide state, which they have to make together. Does nothing
+  /// on ranks that are processes.
   void meet(const std::string& what);
 
-  /// What ranks that are threads share; null if they are processes.
+  /// The state that ranks share if they are threads; null if they are processes.
   const std::shared_ptr<threads::Hub>& hub() const { return options_.hub; }
 
-  /// Tells all ranks of the world that this one has failed and why. Ranks that are threads stop waiting at
+  /// Notifies all ranks of the world that this one has failed and why. Ranks that are threads stop waiting at
   /// once; processes find the reason beside the error they get from their transport.
   void report_failure(const std::string& reason);
 
@@ -120,14 +121,14 @@ class TESSERA_API World {
 };
 
 /// What a rank that failed left in a world's store for the others; empty if none did.
-std::string failure_in(c10d::Store& store);
+TESSERA_API std::string failure_in(c10d::Store& store);
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process
 /// (`init_process_group`). An error that says what to do if there is none.
 TESSERA_API std::shared_ptr<World> current_world();
 TESSERA_API bool has_current_world();
 
-/// While it lives, `world` is the calling thread's current one.
+/// While alive, makes `world` the current world of the calling thread.
 class TESSERA_API WorldScope {
  public:
   explicit WorldScope(std::shared_ptr<World> world);
@@ -136,7 +137,7 @@ class TESSERA_API WorldScope {
   WorldScope& operator=(const WorldScope&) = delete;
 
  private:
-  std::shared_ptr<World> previous_;
+  ThreadScope<std::shared_ptr<World>, WorldScope> scope_;
 };
 
 /// Makes this process one rank of a world of processes, as its launcher's environment variables say

@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-/// Counts the collectives that the calling thread, one rank, calls while it lives: those of operators, of
-/// redistribution, of gradients, whatever asked for them.
+/// While alive, counts the collectives that the calling thread, one rank, calls, whatever the cause:
+/// operators, redistribution or gradients.
 ///
 ///   CommDebugMode counts;
 ///   model->forward(x).sum().backward();

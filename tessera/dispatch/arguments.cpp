@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace tessera {
@@ -22,8 +23,8 @@ using c10::IValue;
 enum Mark : uint64_t { kUndefined = 1, kPlain = 2, kList = 3, kValue = 4 };
 
 at::Tensor replica(const at::Tensor& value, const DeviceMesh& mesh) {
-  return make_dtensor(value, Spec(mesh, Placements(mesh.ndim(), Replicate()), value.sizes(), value.strides(),
-                                  value.scalar_type()));
+  return make_dtensor(value,
+                      Spec(mesh, replicated(mesh), value.sizes(), value.strides(), value.scalar_type()));
 }
 
 /// Makes the list of tensors, which may have holes, a new one with each replaced.
@@ -40,6 +41,13 @@ void replace_items(IValue& value, const Replace& replacement) {
     }
     value = std::move(tensors);
   }
+}
+
+/// Forward-mode AD makes these of one zero, expanded.
+bool is_missing_tangent(const at::Tensor& tensor) {
+  return std::all_of(tensor.strides().begin(), tensor.strides().end(),
+                     [](int64_t stride) { return stride == 0; }) &&
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
 }  // namespace
@@ -204,10 +212,10 @@ void Arguments::check_plain(size_t position, const at::Tensor& tensor) const {
 }
 
 /// A scalar tensor, or the same on all ranks: because the user says so, because a formula of autograd made it
-/// (zeros for a gradient that is not there), or because it is an index, as in x[[0, 2]].
+/// (zeros for a gradient or a tangent that is not there), or because it is an index, as in x[[0, 2]].
 bool Arguments::may_be_plain(size_t position, const at::Tensor& tensor) const {
   return tensor.dim() == 0 || info_.has_holes[position] || implicit_replication() ||
-         torch::autograd::get_current_graph_task_id() != -1;
+         torch::autograd::get_current_graph_task_id() != -1 || is_missing_tangent(tensor);
 }
 
 Stack Arguments::with_tensors() const {
@@ -216,6 +224,19 @@ Stack Arguments::with_tensors() const {
     if (!each.in_list) all[each.position] = each.tensor;
   }
   return all;
+}
+
+rules::OpCall Arguments::call(const Stack& all) const {
+  rules::OpCall call;
+  call.schema = &info_.schema;
+  for (const DistributedArgument& argument : distributed_) {
+    call.tensors.push_back(argument.spec());
+    call.positions.push_back(argument.position);
+    call.written.push_back(argument.written);
+  }
+  call.arguments = all;
+  if (resolved_.rule) call.readable = &resolved_.rule->reads;
+  return call;
 }
 
 void Arguments::restore() {

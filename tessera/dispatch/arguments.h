@@ -1,6 +1,5 @@
 #pragma once
 
-#include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/operator_info.h>
 #include <tessera/rules/rule.h>
@@ -18,10 +17,12 @@ namespace tessera {
 
 using torch::jit::Stack;
 
-/// The same tensor, replicated on its whole mesh.
-inline Spec replicated(const Spec& spec) {
-  return spec.with_placements(Placements(spec.mesh().ndim(), Replicate()));
-}
+/// The same tensor, replicated on all mesh dims.
+inline Spec replicated(const Spec& spec) { return spec.with_placements(replicated(spec.mesh())); }
+
+/// What tells calls apart that need different plans: the operator, the specs of its tensors, and the values of
+/// the other arguments that its rule reads.
+using CallKey = c10::SmallVector<uint64_t, 14>;
 
 /// A distributed tensor among the arguments of a call.
 struct DistributedArgument {
@@ -60,7 +61,7 @@ class Arguments {
   }
 
   /// After the pass: what a plan depends on.
-  const CacheKey& key() const { return key_; }
+  const CallKey& key() const { return key_; }
   /// After the pass: the distributed tensors in order, those in lists too.
   c10::SmallVector<DistributedArgument, 4>& distributed() { return distributed_; }
   const c10::SmallVector<DistributedArgument, 4>& distributed() const { return distributed_; }
@@ -75,6 +76,8 @@ class Arguments {
 
   /// All of them, with the distributed tensors where they were taken from.
   Stack with_tensors() const;
+  /// What a rule is asked about. `all`: what with_tensors() gave; must live as long.
+  rules::OpCall call(const Stack& all) const;
   /// Puts the distributed tensors back where they were taken from.
   void restore();
   /// Puts local tensors where the distributed ones were.
@@ -103,7 +106,7 @@ class Arguments {
   const ResolvedRule& resolved_;
   Stack& stack_;
   const size_t first_;
-  CacheKey key_;
+  CallKey key_;
   c10::SmallVector<DistributedArgument, 4> distributed_;
   c10::SmallVector<size_t, 1> with_dims_;  // positions of plain tensors that have dims and are read
   bool writes_plain_ = false;

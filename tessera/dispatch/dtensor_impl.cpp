@@ -1,6 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
-#include <tessera/redistribute/memory.h>
 
 #include <c10/core/AutogradState.h>
 
@@ -10,7 +9,7 @@ namespace {
 
 /// Autograd comes with the backend's key; autocast is chosen by the device and has to be named.
 c10::DispatchKeySet keys_of(const at::Tensor& local) {
-  const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse3);
+  const c10::DispatchKeySet keys(kDTensorKey);
   if (local.device().is_cpu()) return keys.add(c10::DispatchKey::AutocastCPU);
   if (local.device().is_cuda()) return keys.add(c10::DispatchKey::AutocastCUDA);
   return keys;
@@ -40,8 +39,6 @@ DTensorImpl::DTensorImpl(at::Tensor local, Spec spec)
       spec_(std::move(spec)) {
   set_storage_access_should_throw();
   set_sizes_and_strides(spec_.shape(), spec_.strides());
-  // Writes through views must be replayed as the views they are: by default autograd replays them as one
-  // as_strided on the global geometry, which no rank's memory has.
   c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
 }
 
@@ -72,14 +69,14 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
   copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
                        allow_tensor_metadata_change);
   impl->origin_ = origin_;
-  impl->hooks_ = hooks_;
+  impl->attachment_ = attachment_;
   impl->share_writes(*this);
   return impl;
 }
 
-void DTensorImpl::set_hooks(std::shared_ptr<const WeightHooks> hooks) {
-  hooks_ = std::move(hooks);
-  key_set_ = hooks_ ? key_set_.add(kHooksKey) : key_set_.remove(kHooksKey);
+void DTensorImpl::set_attachment(std::shared_ptr<const void> attachment) {
+  attachment_ = std::move(attachment);
+  key_set_ = attachment_ ? key_set_.add(kHooksKey) : key_set_.remove(kHooksKey);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
@@ -105,7 +102,7 @@ void DTensorImpl::take(const DTensorImpl& other) {
   spec_ = other.spec_;
   origin_ = other.origin_;
   share_writes(other);
-  set_hooks(hooks_);
+  set_attachment(attachment_);
 }
 
 void DTensorImpl::write_through() const {
@@ -130,12 +127,6 @@ at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec, const
   at::Tensor result = at::detail::make_tensor<DTensorImpl>(at::empty({0}, options), std::move(spec));
   DTensorImpl::of(result)->set_pending(std::move(pending));
   return result;
-}
-
-void check_local(const at::Tensor& local, const Spec& spec, const char* what) {
-  TESSERA_CHECK_VALUE(local.sizes() == spec.local_shape() && local.scalar_type() == spec.dtype(), what,
-                      ": rank ", spec.mesh().get_rank(), " has a local tensor ", local.scalar_type(),
-                      local.sizes(), ", but of ", spec, " it holds ", spec.dtype(), spec.local_shape(), ".");
 }
 
 }  // namespace tessera

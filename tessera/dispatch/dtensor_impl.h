@@ -1,9 +1,11 @@
 #pragma once
 
 #include <tessera/dispatch/write_count.h>
+#include <tessera/dispatch_keys.h>
 #include <tessera/export.h>
 #include <tessera/placement/spec.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 
 #include <functional>
 #include <memory>
@@ -13,28 +15,27 @@
 
 namespace tessera {
 
-/// What is done around the operators that use a tensor as their weight; see tessera/nn/hooks.h.
-struct WeightHooks;
-/// Tensors with such hooks have this key, which is above autograd, autocast and the composition of operators.
-/// libtorch itself uses just two there for nothing: this one, and DeferredInit, which sharded tensors have.
-inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
-
 /// What makes an at::Tensor a distributed one: global geometry outside, this rank's local tensor inside.
-/// Operators on it reach our kernel by the dispatch key PrivateUse3; autograd stands above, as on any
-/// backend.
+/// Operators on it reach our kernel by the key kDTensorKey; autograd stands above, as on any backend.
 class TESSERA_API DTensorImpl final : public c10::TensorImpl {
  public:
   /// `local` must have the shape that `spec` gives this rank (see check_local).
+  ///
+  /// **Turns on autograd's view replay for the calling thread, for good**
+  /// (c10::AutogradState::set_view_replay_enabled): after a write into a view, autograd calls the view's own
+  /// operators again, instead of one as_strided on the global geometry, which no rank's memory has (wrong
+  /// gradients, in silence). It goes with every thread that ever has a DTensor, and with the threads of their
+  /// backward; plain tensors get the same values either way.
   DTensorImpl(at::Tensor local, Spec spec);
 
   /// The impl of a distributed tensor, or null if `tensor` is none.
   static DTensorImpl* of(const at::Tensor& tensor) {
     auto* impl = tensor.unsafeGetTensorImpl();
-    return impl->key_set().has(c10::DispatchKey::PrivateUse3) ? static_cast<DTensorImpl*>(impl) : nullptr;
+    return impl->key_set().has(kDTensorKey) ? static_cast<DTensorImpl*>(impl) : nullptr;
   }
 
-  /// What this rank holds. Waits for it if it is still under way. Of a view that does not share the memory of
-  /// its base, after a write into that: made again first, which is collective.
+  /// This rank's local tensor. Waits for it if it is still under way. Of a view that does not share the memory
+  /// of its base, after a write into that: made again first, which is collective.
   const at::Tensor& local() const {
     if (pending_ || origin_) [[unlikely]]
       receive();
@@ -48,8 +49,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// What a view is of, if writing into its local tensor does not write into its base.
   struct Origin {
     at::Tensor base;  // distributed
-    /// Writes what this rank holds of the view into what it holds of the base. Collective. Missing, as is
-    /// `read`, if they share their memory, but the base itself has an origin.
+    /// Writes the local tensor of the view into that of the base. Collective. Missing, as is `read`, if they
+    /// share their memory, but the base itself has an origin.
     std::function<void(const at::Tensor& base, const at::Tensor& view)> write;
     /// Makes the view again, of a base.
     std::function<at::Tensor(const at::Tensor& base)> read;
@@ -68,10 +69,13 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
       write_through();
   }
 
-  const std::shared_ptr<const WeightHooks>& hooks() const { return hooks_; }
-  void set_hooks(std::shared_ptr<const WeightHooks> hooks);
+  /// What a layer above keeps with the tensor, or null. Shallow copies share it. While there is one,
+  /// operators on the tensor reach kernels at kHooksKey first; that layer has registered them and knows its
+  /// type.
+  const std::shared_ptr<const void>& attachment() const { return attachment_; }
+  void set_attachment(std::shared_ptr<const void> attachment);
 
-  /// Becomes what `other` is, but for its version and hooks: the same tensor in another shape.
+  /// Becomes what `other` is, but for its version and attachment: the same tensor in another shape.
   void take(const DTensorImpl& other);
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
@@ -95,7 +99,7 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;
-  std::shared_ptr<const WeightHooks> hooks_;
+  std::shared_ptr<const void> attachment_;
 };
 
 /// A distributed tensor of this rank's `local`, or of a copy if that does not lie in memory as `spec` says
@@ -104,8 +108,5 @@ TESSERA_API at::Tensor make_dtensor(at::Tensor local, Spec spec);
 /// The same, of a local tensor that is still on its way.
 TESSERA_API at::Tensor make_dtensor(std::shared_ptr<PendingTensor> pending, Spec spec,
                                     const at::TensorOptions& options);
-
-/// Throws, naming rank and both shapes, unless `local` has the shape and dtype that `spec` gives this rank.
-TESSERA_API void check_local(const at::Tensor& local, const Spec& spec, const char* what);
 
 }  // namespace tessera

@@ -1,35 +1,25 @@
 #include <tessera/dispatch/guards.h>
 
-#include <utility>
-
 namespace tessera {
 
 namespace {
 
-thread_local ImplicitCommunication communication = ImplicitCommunication::allowed;
-thread_local bool communication_is_strict = false;
-thread_local bool replication = false;
-thread_local bool parallel_loss = false;
+using Communication = ThreadScope<std::pair<ImplicitCommunication, bool>, ImplicitCommunicationGuard>;
 
 }  // namespace
 
-ImplicitCommunication implicit_communication() { return communication; }
-bool implicit_communication_is_strict() { return communication_is_strict; }
+ImplicitCommunication implicit_communication() { return Communication::current().first; }
+bool implicit_communication_is_strict() { return Communication::current().second; }
 ImplicitCommunicationGuard::ImplicitCommunicationGuard(ImplicitCommunication mode, bool strict)
-    : previous_(std::exchange(communication, mode)),
-      was_strict_(std::exchange(communication_is_strict, strict)) {}
-ImplicitCommunicationGuard::~ImplicitCommunicationGuard() {
-  communication = previous_;
-  communication_is_strict = was_strict_;
-}
+    : scope_({mode, strict}) {}
+ImplicitCommunicationGuard::~ImplicitCommunicationGuard() = default;
 
-bool implicit_replication() { return replication; }
-ImplicitReplicationGuard::ImplicitReplicationGuard() : previous_(std::exchange(replication, true)) {}
-ImplicitReplicationGuard::~ImplicitReplicationGuard() { replication = previous_; }
+bool implicit_replication() { return ThreadScope<bool, ImplicitReplicationGuard>::current(); }
+ImplicitReplicationGuard::ImplicitReplicationGuard() : scope_(true) {}
+ImplicitReplicationGuard::~ImplicitReplicationGuard() = default;
 
-bool loss_parallel() { return parallel_loss; }
-
-LossParallel::LossParallel() : previous_(std::exchange(parallel_loss, true)) {}
-LossParallel::~LossParallel() { parallel_loss = previous_; }
+bool loss_parallel() { return ThreadScope<bool, LossParallel>::current(); }
+LossParallel::LossParallel() : scope_(true) {}
+LossParallel::~LossParallel() = default;
 
 }  // namespace tessera

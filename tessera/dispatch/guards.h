@@ -1,6 +1,9 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
+
+#include <utility>
 
 /// What operators on distributed tensors may do of their own accord. Per thread.
 namespace tessera {
@@ -13,7 +16,7 @@ TESSERA_API bool implicit_communication_is_strict();
 
 /// While it lives, operators of this thread do as it says. `forbidden`: such an operator is an error that
 /// names it, the argument and the two placements; `warned`: a warning that does. `strict`: so is one that
-/// places an argument otherwise without moving data.
+/// redistributes an argument without moving data.
 class TESSERA_API ImplicitCommunicationGuard {
  public:
   explicit ImplicitCommunicationGuard(ImplicitCommunication mode, bool strict = false);
@@ -22,15 +25,14 @@ class TESSERA_API ImplicitCommunicationGuard {
   ImplicitCommunicationGuard& operator=(const ImplicitCommunicationGuard&) = delete;
 
  private:
-  ImplicitCommunication previous_;
-  bool was_strict_;
+  ThreadScope<std::pair<ImplicitCommunication, bool>, ImplicitCommunicationGuard> scope_;  // mode and strict
 };
 
 /// Whether a plain tensor among distributed ones is taken to be the same on all ranks, instead of being an
 /// error. One that is written gets the full value, so that it stays so.
 TESSERA_API bool implicit_replication();
 
-/// While it lives, it is.
+/// While it lives, a plain tensor is taken to be the same on all ranks.
 class TESSERA_API ImplicitReplicationGuard {
  public:
   ImplicitReplicationGuard();
@@ -39,16 +41,16 @@ class TESSERA_API ImplicitReplicationGuard {
   ImplicitReplicationGuard& operator=(const ImplicitReplicationGuard&) = delete;
 
  private:
-  bool previous_;
+  ThreadScope<bool, ImplicitReplicationGuard> scope_;
 };
 
 /// Whether losses must not gather what they are of.
 TESSERA_API bool loss_parallel();
 
 /// While it lives, softmax, log_softmax, nll_loss and so cross_entropy of this thread, and their gradients,
-/// are an error where they would gather a tensor that is cut: logits that are cut along their classes stay
-/// so, and only sums and maxima of a number per sample are exchanged. They never gather such logits anyway;
-/// this makes sure that logits, targets and class weights are placed so that they need not.
+/// are an error where they would gather a sharded tensor: logits that are sharded along their classes stay so,
+/// and only a sum and a maximum per sample are reduced. They never gather such logits anyway; this makes sure
+/// that the placements of targets and class weights let them.
 class TESSERA_API LossParallel {
  public:
   LossParallel();
@@ -57,7 +59,7 @@ class TESSERA_API LossParallel {
   LossParallel& operator=(const LossParallel&) = delete;
 
  private:
-  bool previous_;
+  ThreadScope<bool, LossParallel> scope_;
 };
 
 }  // namespace tessera

@@ -15,54 +15,31 @@ namespace tessera {
 
 namespace {
 
-/// Of families whose kernels cannot be tried.
-bool may_refuse_dtype(const OperatorInfo& info, std::string_view family, at::ScalarType dtype) {
-  const auto is = [&](auto... names) { return ((family == names) || ...); };
-  if (is("matmul")) return dtype == at::kBool;
-  if (is("linalg"))
-    return dtype != at::kFloat && dtype != at::kDouble && dtype != at::kComplexFloat &&
-           dtype != at::kComplexDouble;
-  if (is("interpolate") && dtype == at::kByte) return false;
-  // CPUs lack some kernels of the smaller types.
-  const auto is_named = [&](const char* part) { return info.name.find(part) != std::string::npos; };
-  if (at::isReducedFloatingType(dtype) && (is_named("_aa") || is_named("avg_pool3d"))) return true;
-  return is("convolution", "pooling", "spatial", "interpolate", "normalize", "loss", "attention") &&
-         !at::isFloatingType(dtype);
-}
-
-/// Whether every rank holds as much of each dim.
-bool is_even(const Spec& spec) {
-  std::vector<int64_t> parts(spec.ndim(), 1);
-  for (const size_t m : c10::irange(spec.placements().size())) {
-    if (spec.placement(m).is_shard_like()) parts[spec.placement(m).dim()] *= spec.mesh().shape()[m];
-  }
-  return std::equal(parts.begin(), parts.end(), spec.shape().begin(),
-                    [](int64_t count, int64_t size) { return size % count == 0; });
-}
-
 /// Makes one plan.
 class Planner {
  public:
-  Planner(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-          const rules::OpCall& call)
-      : info_(info), resolved_(resolved), op_(op), call_(call) {}
+  Planner(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call)
+      : info_(info), resolved_(resolved), call_(call) {}
 
   OpPlan make(bool writes_plain) {
     check();
     OpPlan plan;
     plan.inputs = call_.tensors;
-    auto decided = writes_plain ? std::nullopt : decide();
-    plan.in_doubt = decided && may_refuse(*decided);
-    if (decided && !plan.in_doubt) {
+    auto chosen = writes_plain ? std::nullopt : choose_or_doubt(plan.in_doubt);
+    if (chosen) plan.in_doubt = may_refuse(*chosen);
+    if (chosen && !plan.in_doubt) {
       plan.by_rule = true;
-      plan.decision = *std::move(decided);
-      plan.is_special = plan.decision.is_special();
-      if (plan.decision.decompose) return plan;
+      plan.strategy = *std::move(chosen);
+      plan.is_special = plan.strategy.is_special();
+      if (plan.strategy.decompose) return plan;
+      plan.asks_dtypes =
+          !plan.strategy.has_local && !info_.is_random && may_refuse_dtypes_elsewhere(plan.strategy.inputs);
+      plan.refuses_together = sees_different_values(plan.strategy);
     } else {
       check_one_mesh();
     }
     if (info_.has_views && plan.by_rule)
-      plan.offsets = view_offsets(op_, call_.arguments.vec(), call_.positions[0], call_.tensors[0]);
+      plan.offsets = view_offsets(info_.op, call_.arguments.vec(), call_.positions[0], call_.tensors[0]);
     for (const size_t i : c10::irange(plan.inputs.size())) add_route(plan, i);
     return plan;
   }
@@ -97,7 +74,7 @@ class Planner {
     }
   }
 
-  std::optional<rules::ChosenStrategy> decide() const {
+  std::optional<rules::ChosenStrategy> choose_strategy() const {
     if (!resolved_.rule) return std::nullopt;
     std::vector<int64_t> returned;
     for (const size_t position : call_.positions) {
@@ -105,35 +82,73 @@ class Planner {
       const auto found = std::find(results.begin(), results.end(), static_cast<int64_t>(position));
       returned.push_back(found == results.end() || info_.is_list[position] ? -1 : found - results.begin());
     }
-    auto decision = rules::choose(*resolved_.rule, call_, returned);
+    auto strategy = rules::choose(*resolved_.rule, call_, returned);
     // To compute otherwise and to write the result needs an operator that returns it. (With out= that has
     // been tried before: it would have to convert.)
     const bool writes = std::find(call_.written.begin(), call_.written.end(), true) != call_.written.end();
-    if (decision && (decision->decompose || decision->has_local) && writes && !decision->local.writes &&
+    if (strategy && (strategy->decompose || strategy->has_local) && writes && !strategy->local.writes &&
         (info_.has_out || !info_.functional()))
       return std::nullopt;
-    return decision;
+    return strategy;
   }
 
-  /// Whether the operator may refuse what a rule would accept: where something else is computed, and where
-  /// some rank may have nothing to compute. The same on all ranks.
-  bool may_refuse(const rules::ChosenStrategy& decision) const {
+  /// `in_doubt`: set where a rule of ours stumbles over an argument, of which the operator itself then says
+  /// what is wrong.
+  std::optional<rules::ChosenStrategy> choose_or_doubt(bool& in_doubt) const {
+    try {
+      return choose_strategy();
+    } catch (const c10::ValueError&) {
+      if (resolved_.rule->family.empty()) throw;
+      in_doubt = true;
+      return std::nullopt;
+    }
+  }
+
+  /// Whether the operator may refuse what is computed in its place. The same on all ranks.
+  bool may_refuse(const rules::ChosenStrategy& strategy) const {
     const rules::Rule& rule = *resolved_.rule;
-    // Random numbers would be others on replicas; their rules check what they are told.
-    if (rule.itemwise || info_.is_random) return false;
-    const bool replaces = decision.has_local || decision.decompose;
-    if (!replaces && std::all_of(decision.inputs.begin(), decision.inputs.end(), is_even)) return false;
-    if (may_refuse_dtype(info_, rule.family, call_.tensors[0].dtype())) return true;
+    if (rule.itemwise || !(strategy.has_local || strategy.decompose)) return false;
+    std::vector<at::ScalarType> dtypes;
+    for (const Spec& spec : call_.tensors) dtypes.push_back(spec.dtype());
+    if (rule.may_refuse_dtypes && rule.may_refuse_dtypes(dtypes)) return true;
     const Stack all = call_.arguments.vec();
-    return (replaces && may_refuse_shapes(op_, all)) || (rule.can_be_tried && may_refuse_dtypes(op_, all));
+    if (info_.is_random) {
+      // In the replicated fallback the random values would be others, so that doubts do not count.
+      if (rule.can_be_tried && info_.generator) check_dtypes(info_.op, all);
+      return false;
+    }
+    return may_refuse_shapes(info_.op, all) || (rule.can_be_tried && may_refuse_dtypes(info_.op, all));
+  }
+
+  /// Whether some ranks alone may see values that the operator refuses: they hold different elements of
+  /// these, or some hold nothing and do not look. The same on all ranks.
+  bool sees_different_values(const rules::ChosenStrategy& strategy) const {
+    const auto& names = resolved_.rule->checks_values_of;
+    const bool on_cpu = call_.tensors[0].mesh().device_type() == at::kCPU;
+    const bool has_any = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+      return call_.position(name).has_value();
+    });
+    const bool has_integers =
+        std::any_of(strategy.inputs.begin(), strategy.inputs.end(),
+                    [](const Spec& spec) { return at::isIntegralType(spec.dtype(), /*includeBool=*/false); });
+    if (!has_any || !has_integers || strategy.local.communicates || !on_cpu) return false;
+    if (holds_nothing_somewhere(strategy.inputs)) return true;
+    for (const size_t i : c10::irange(call_.tensors.size())) {
+      if (strategy.inputs[i].is_sharded() &&
+          std::find(names.begin(), names.end(), call_.name_of(i)) != names.end())
+        return true;
+    }
+    return false;
   }
 
   void add_route(OpPlan& plan, size_t index) const {
     const Spec& from = plan.inputs[index];
-    plan.routes.push_back(route(from, plan.by_rule ? plan.decision.inputs[index] : replicated(from)));
+    plan.routes.push_back(route(from, plan.by_rule ? plan.strategy.inputs[index] : replicated(from)));
     if (!call_.written[index]) return;
-    const Spec written = plan.by_rule ? plan.decision.written[index] : replicated(from);
-    if (written != from) plan.routes[index].back = tessera::plan(written, from);
+    const Spec written = plan.by_rule ? plan.strategy.written[index] : replicated(from);
+    // Also where it is as it was, but not in the memory it was in.
+    if (written != from || !plan.routes[index].plan.steps.empty())
+      plan.routes[index].back = tessera::plan(written, from);
   }
 
   InputRoute route(const Spec& from, const Spec& to) const {
@@ -157,15 +172,14 @@ class Planner {
 
   const OperatorInfo& info_;
   const ResolvedRule& resolved_;
-  const c10::OperatorHandle& op_;
   const rules::OpCall& call_;
 };
 
 }  // namespace
 
-OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-                    const rules::OpCall& call, bool writes_plain) {
-  return Planner(info, resolved, op, call).make(writes_plain);
+OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
+                    bool writes_plain) {
+  return Planner(info, resolved, call).make(writes_plain);
 }
 
 }  // namespace tessera

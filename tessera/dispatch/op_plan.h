@@ -10,29 +10,31 @@
 #include <optional>
 #include <vector>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/DimVector.h>
 
 /// How an operator is carried out on distributed tensors: pure metadata. No rank is asked anything and
 /// nothing is computed, so that all ranks make the same plan.
 namespace tessera {
 
-/// How a local tensor gets to where the operator needs it.
+/// How an input is redistributed before the operator runs, and back after it.
 struct InputRoute {
   Plan plan;
-  /// Where the part that is kept begins, if nothing else has to be done and the operator may be given a view.
+  /// If the plan only slices, and the operator takes a view with gaps: where the slice begins in the local
+  /// tensor. Then a view is made instead of running the plan.
   std::optional<c10::DimVector> slice = {};
-  /// Of a tensor that is written: the way back.
+  /// Of a tensor that is written, unless it is written where it lies.
   std::optional<Plan> back = {};
 };
 
 /// How to carry out calls with one key.
 struct OpPlan {
-  std::vector<Spec> inputs;  // of the call: keeps them alive, as their addresses are in the key
-  bool by_rule = false;      // else by the replicated fallback
-  rules::ChosenStrategy decision;  // by_rule
-  bool is_special = false;   // by_rule: see there
-  bool in_doubt = false;     // fallback, as the operator may refuse arguments that need not be in the key
+  std::vector<Spec> inputs;        // of the call: keeps them alive, as their addresses are in the key
+  bool by_rule = false;            // else by the replicated fallback
+  rules::ChosenStrategy strategy;  // by_rule
+  bool is_special = false;         // ChosenStrategy::is_special
+  bool in_doubt = false;           // fallback, as the operator may refuse arguments: not for other calls
+  bool asks_dtypes = false;        // by_rule, on this rank: check_dtypes_as_first_rank
+  bool refuses_together = false;   // by_rule: compute_or_refuse_together
   std::vector<InputRoute> routes;  // of each input
   std::vector<Spec> outputs;       // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;    // by_rule, of an operator that returns views: see view_offsets
@@ -41,7 +43,7 @@ struct OpPlan {
 /// The plan for a call. Throws if the specs alone show that it cannot be carried out. `call.arguments` may be
 /// the distributed tensors themselves, or lack them; only an operator that may refuse them is asked about
 /// them. `writes_plain`: plain tensors are written too, which only the replicated fallback can do.
-OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const c10::OperatorHandle& op,
-                    const rules::OpCall& call, bool writes_plain);
+OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
+                    bool writes_plain);
 
 }  // namespace tessera

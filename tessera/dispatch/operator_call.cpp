@@ -4,8 +4,9 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/in_place.h>
 #include <tessera/dispatch/op_plan.h>
+#include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/dispatch/operator_call.h>
-#include <tessera/dispatch/plan_cache.h>
+#include <tessera/dispatch/refusal.h>
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
@@ -54,20 +55,23 @@ class OuterOperator {
 /// One call of one operator on distributed tensors.
 class OperatorCall {
  public:
-  OperatorCall(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack)
-      : info_(info), resolved_(info.resolved()), op_(op), stack_(stack), arguments_(info, resolved_, stack) {}
+  OperatorCall(const OperatorInfo& info, Stack& stack)
+      : info_(info), resolved_(info.resolved()), stack_(stack), arguments_(info, resolved_, stack) {}
 
   void run() {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (info_.reallocates && run_reallocation(info_, arguments_)) [[unlikely]]
       return;
-    if ((info_.has_out || info_.reshapes_in_place) && info_.functional()) [[unlikely]] {
+    const bool by_functional = (info_.has_out || info_.reshapes_in_place) && info_.functional();
+    if (info_.is_composite && !by_functional) [[unlikely]]
+      return info_.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
+    // The arguments are cast already. What is computed of them here must not be cast again.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    if (by_functional) [[unlikely]] {
       if (run_functional(info_, arguments_)) return;
       arguments_.collect();
       return run_collected();
     }
-    if (info_.is_composite) [[unlikely]]
-      return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack_);
     if (info_.is_as_strided) [[unlikely]]
       offset_from_self(info_, arguments_);
     if (info_.is_cast) [[unlikely]]
@@ -81,34 +85,51 @@ class OperatorCall {
   const auto& distributed() const { return arguments_.distributed(); }
   const DeviceMesh& mesh() const { return distributed()[0].spec().mesh(); }
 
+  /// After the pass over the arguments.
   void run_collected() {
     find_plan();
-    const rules::ChosenStrategy& decision = plan_->decision;
+    const rules::ChosenStrategy& strategy = plan_->strategy;
     if (plan_->is_special) [[unlikely]] {
-      const bool by_functional = arguments_.writes() && !decision.local.writes;
-      if (decision.decompose || (decision.has_local && by_functional)) {
+      const bool by_functional = arguments_.writes() && !strategy.local.writes;
+      if (strategy.decompose || (strategy.has_local && by_functional)) {
         arguments_.restore();
         const OuterOperator outer(info_.name);
-        return by_functional ? static_cast<void>(run_functional(info_, arguments_))
-                             : replace(decision.decompose);
+        if (!by_functional) return replace(strategy.decompose);
+        run_functional(info_, arguments_);  // which writes: out= operators have no such strategy
+        return;
       }
-      if (decision.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
+      if (strategy.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
         report(c10::str("has to move data between ranks", described_shardings()));
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
-    if (info_.has_views && !(plan_->by_rule && !decision.local.detached && !distributed()[0].moved))
+    // Views that do not share the memory of their base are made again after writes.
+    if (info_.has_views && !(plan_->by_rule && !strategy.local.detached && !distributed()[0].moved))
         [[unlikely]]
       view_arguments_ = arguments_.values();
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
-          view_offsets(op_, arguments_.values(), distributed()[0].position, distributed()[0].spec());
-    for (const auto& [position, value] : decision.local.arguments) arguments_[position] = value;
+          view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
+    Stack given;
+    if (plan_->asks_dtypes) [[unlikely]]
+      given = arguments_.with_tensors();
+    for (const auto& [position, value] : strategy.local.arguments) arguments_[position] = value;
     arguments_.substitute_locals();
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
-    decision.local.compute ? replace(decision.local.compute) : op_.callBoxed(stack_);
-    if (decision.local.sized) [[unlikely]]
+    const auto compute = [&] {
+      if (plan_->asks_dtypes) [[unlikely]] {
+        check_dtypes_as_first_rank(info_.op, given, strategy.inputs);
+        plan_->asks_dtypes = false;
+      }
+      strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
+    };
+    if (plan_->refuses_together) [[unlikely]] {
+      compute_or_refuse_together(info_.name, mesh(), compute);
+    } else {
+      compute();
+    }
+    if (strategy.local.sized) [[unlikely]]
       take_shapes();
     for (const size_t i : c10::irange(distributed().size())) {
       if (distributed()[i].written) write_back(distributed()[i], plan_->routes[i]);
@@ -117,7 +138,7 @@ class OperatorCall {
   }
 
   void find_plan() {
-    PlanCache& plans = plan_cache();
+    OpPlanCache& plans = op_plan_cache();
     const auto* known = plans.find(arguments_.key());
     if (!known && arguments_.unify_meshes()) [[unlikely]]
       known = plans.find(arguments_.key());
@@ -126,16 +147,8 @@ class OperatorCall {
       return;
     }
     const Stack all = arguments_.with_tensors();
-    rules::OpCall call;
-    call.schema = &info_.schema;
-    for (const DistributedArgument& argument : distributed()) {
-      call.tensors.push_back(argument.spec());
-      call.positions.push_back(argument.position);
-      call.written.push_back(argument.written);
-    }
-    call.arguments = all;
-    if (resolved_.rule) call.readable = &resolved_.rule->reads;
-    plan_ = std::make_shared<OpPlan>(make_op_plan(info_, resolved_, op_, call, arguments_.writes_plain()));
+    plan_ = std::make_shared<OpPlan>(
+        make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
     if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
   }
 
@@ -167,7 +180,8 @@ class OperatorCall {
       report(c10::str("argument '", info_.argument_name(argument.position), "' has to be redistributed from ",
                       route.plan.from, " to ", c10::ArrayRef<Placement>(route.plan.to.placements())));
     }
-    if (info_.is_loss && loss_parallel()) check_not_gathered(argument, route);
+    if (loss_parallel() && resolved_.rule && resolved_.rule->for_loss_parallel)
+      check_not_gathered(argument, route);
     argument.local = route.slice ? sliced(argument.local, route) : execute(route.plan, argument.local);
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
@@ -183,7 +197,7 @@ class OperatorCall {
         !gathers, info_.name, ": argument '", info_.argument_name(argument.position),
         "' would be gathered, from ", route.plan.from, " to ",
         c10::ArrayRef<Placement>(route.plan.to.placements()),
-        ", which LossParallel forbids. Cut the targets as the samples of the logits, and weights as "
+        ", which LossParallel forbids. Shard the targets as the samples of the logits, and weights as "
         "their classes.");
   }
 
@@ -217,7 +231,7 @@ class OperatorCall {
   /// Puts what the function makes of the arguments in their place.
   void replace(const rules::Function& function) {
     Stack arguments = arguments_.take();
-    for (IValue& result : function(op_, std::move(arguments))) stack_.push_back(std::move(result));
+    for (IValue& result : function(info_.op, std::move(arguments))) stack_.push_back(std::move(result));
   }
 
   /// The shapes behind the results.
@@ -242,9 +256,7 @@ class OperatorCall {
   /// Random values that each rank drew by itself: those of the first rank count.
   void same_on_all_ranks(const at::Tensor& replica) const {
     if (mesh().size() == 1) return;
-    std::vector<MeshDim> all;
-    for (const int64_t dim : c10::irange(mesh().ndim())) all.emplace_back(dim);
-    comm::broadcast(replica, 0, mesh().get_group(all)).wait();
+    comm::broadcast(replica, 0, mesh().get_joint_group()).wait();
   }
 
   void write_back(DistributedArgument& argument, const InputRoute& route) {
@@ -304,7 +316,7 @@ class OperatorCall {
       normal.emplace(false);
     at::Tensor view = make_dtensor(std::move(local), spec);
     view.unsafeGetTensorImpl()->set_storage_offset(base.tensor.storage_offset() + plan_->offsets.at(index));
-    set_origin(view, index, base, *plan_, op_, view_arguments_);
+    set_origin(view, index, base, *plan_, info_.op, view_arguments_);
     return view;
   }
 
@@ -322,13 +334,12 @@ class OperatorCall {
 
   Spec make_output_spec(const at::Tensor& local, size_t index) const {
     if (!plan_->by_rule) {
-      // Strides of replicas may be those of one rank only where nothing was ever decided by them.
-      return Spec(mesh(), Placements(mesh().ndim(), Replicate()), local.sizes(), local.strides(),
-                  local.scalar_type());
+      // Strides of replicas may be those of one rank only where nothing was ever chosen by them.
+      return Spec(mesh(), replicated(mesh()), local.sizes(), local.strides(), local.scalar_type());
     }
-    const auto& outputs = plan_->decision.outputs;
-    TESSERA_CHECK(index < outputs.size() || outputs.size() == 1, info_.name, ": its sharding rule tells of ",
-                  outputs.size(), " results, but there is a number ", index, ".");
+    const auto& outputs = plan_->strategy.outputs;
+    TESSERA_CHECK(index < outputs.size() || outputs.size() == 1, info_.name, ": its sharding rule describes ",
+                  outputs.size(), " results, but there is one of index ", index, ".");
     const rules::ChosenStrategy::Output& output = outputs[outputs.size() == 1 ? 0 : index];
     std::vector<int64_t> shape = shapes_.empty() ? output.result.shape : shapes_[index];
     shape.resize(local.dim(), rules::kLocal);
@@ -346,7 +357,6 @@ class OperatorCall {
 
   const OperatorInfo& info_;
   const ResolvedRule& resolved_;
-  const c10::OperatorHandle& op_;
   Stack& stack_;
   Arguments arguments_;
   std::shared_ptr<OpPlan> plan_;
@@ -357,8 +367,6 @@ class OperatorCall {
 
 }  // namespace
 
-void call_operator(const OperatorInfo& info, const c10::OperatorHandle& op, Stack& stack) {
-  OperatorCall(info, op, stack).run();
-}
+void dispatch_operator(const OperatorInfo& info, Stack& stack) { OperatorCall(info, stack).run(); }
 
 }  // namespace tessera

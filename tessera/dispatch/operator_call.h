@@ -2,7 +2,6 @@
 
 #include <tessera/dispatch/operator_info.h>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 namespace tessera {
@@ -11,6 +10,6 @@ namespace tessera {
 /// one pass over the arguments finds the distributed ones and forms the key of the call; its plan comes from
 /// a cache, or is made from the operator's rule; then the operator runs on local tensors, and its results are
 /// wrapped.
-void call_operator(const OperatorInfo& info, const c10::OperatorHandle& op, torch::jit::Stack& stack);
+void dispatch_operator(const OperatorInfo& info, torch::jit::Stack& stack);
 
 }  // namespace tessera

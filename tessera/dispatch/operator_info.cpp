@@ -42,8 +42,9 @@ std::map<std::string, uint64_t> counts_of(std::atomic<uint64_t> OperatorInfo::*c
 
 }  // namespace
 
-OperatorInfo::OperatorInfo(const c10::OperatorHandle& op)
-    : schema(op.schema()),
+OperatorInfo::OperatorInfo(const c10::OperatorHandle& handle)
+    : op(handle),
+      schema(op.schema()),
       name(c10::toString(op.operator_name())),
       is_random(op.hasTag(at::Tag::nondeterministic_seeded)),
       is_pointwise(op.hasTag(at::Tag::pointwise)),
@@ -52,9 +53,7 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& op)
       reshapes_in_place(op.hasTag(at::Tag::inplace_view) && name != "aten::detach_"),
       reallocates(name.starts_with("aten::resize") || name.starts_with("aten::set_")),
       is_as_strided(name == "aten::as_strided"),
-      is_cast(name == "aten::_to_copy"),
-      is_loss(name.starts_with("aten::nll_loss") || name.starts_with("aten::_softmax") ||
-              name.starts_with("aten::_log_softmax")) {
+      is_cast(name == "aten::_to_copy") {
   for (const c10::Argument& argument : schema.arguments()) {
     if (argument.name() == "generator") generator = written.size();
     written.push_back(is_written(argument));

@@ -25,24 +25,24 @@ struct ResolvedRule {
   bool is_itemwise() const { return rule && rule->itemwise; }
 };
 
-/// One for each operator, for the whole process: calls of all threads read it.
+/// One for each operator; calls on all threads read it.
 class OperatorInfo {
  public:
-  explicit OperatorInfo(const c10::OperatorHandle& op);
+  explicit OperatorInfo(const c10::OperatorHandle& handle);
   OperatorInfo(const OperatorInfo&) = delete;
   OperatorInfo& operator=(const OperatorInfo&) = delete;
 
+  const c10::OperatorHandle op;
   const c10::FunctionSchema& schema;
   const std::string name;  // "aten::add.Tensor"
   const bool is_random;
   const bool is_pointwise;
-  const bool is_composite;  // computed by other operators, and without a rule of its own
-  const bool reshapes_in_place;
-  const bool reallocates;
+  const bool is_composite;       // computed by other operators, and without a rule of its own
+  const bool reshapes_in_place;  // t_, squeeze_, ...
+  const bool reallocates;        // resize_, set_, ...
   const bool is_as_strided;
   const bool is_cast;
-  const bool is_loss;
-  std::optional<size_t> generator;  // which argument is one
+  std::optional<size_t> generator;  // the position of the argument that is one
   bool has_out = false;
   bool has_views = false;
   std::vector<bool> written;               // by argument

@@ -1,16 +1,22 @@
+#include <tessera/comm/collectives.h>
+#include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/refusal.h>
+#include <tessera/error.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/irange.h>
 
 namespace tessera {
@@ -49,7 +55,7 @@ Stack with_stand_ins(const c10::OperatorHandle& op, Stack arguments, const Stand
     } else if (value.isDevice() && device) {
       value = *device;
     } else if (op.schema().arguments()[i].name() == "generator") {
-      value = IValue();  // meta tensors draw from none
+      value = at::detail::createCPUGenerator();
     }
   }
   return arguments;
@@ -59,33 +65,118 @@ at::Tensor meta(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
-/// The arguments with zeros of one element, of `dtype` or of their own.
-Stack of_one_element(const c10::OperatorHandle& op, const Stack& arguments,
-                     std::optional<at::ScalarType> dtype = std::nullopt) {
-  return with_stand_ins(op, arguments, [dtype](const at::Tensor& tensor) {
-    std::vector<int64_t> sizes = tensor.sizes().vec();
-    for (int64_t& size : sizes) size = std::min<int64_t>(size, 1);
-    return at::zeros(sizes, dtype ? tensor.options().dtype(*dtype) : tensor.options());
-  });
-}
-
 /// Whether an error is about meta tensors themselves, of which some kernels ask for values or another device.
 bool is_of_meta_tensors(std::string_view error) {
   error = error.substr(0, error.find('\n'));  // behind it: where it was raised
   return error.find("meta") != std::string_view::npos || error.find("Meta") != std::string_view::npos;
 }
 
-enum class Answer { accepts, refuses, not_implemented };
+/// What stand-ins are, in place of dtypes that an operator may refuse: the same, those that all operators on
+/// numbers take, those that all take that have indices beside them, and integers.
+using Convert = at::ScalarType (*)(at::ScalarType);
+at::ScalarType as_it_is(at::ScalarType dtype) { return dtype; }
+at::ScalarType to_float(at::ScalarType /*dtype*/) { return at::kFloat; }
+at::ScalarType to_float_or_index(at::ScalarType dtype) {
+  return at::isIntegralType(dtype, /*includeBool=*/true) ? dtype : at::kFloat;
+}
+at::ScalarType to_integer(at::ScalarType /*dtype*/) { return at::kLong; }
+constexpr Convert kOthers[] = {to_float, to_float_or_index, to_integer};
 
-Answer ask(const c10::OperatorHandle& op, Stack arguments) {
+/// The arguments with tensors of one value.
+using Make = std::function<Stack(int64_t value, Convert dtype)>;
+
+/// Of one element each, or none.
+Make of_one_element(const c10::OperatorHandle& op, const Stack& arguments) {
+  return [&op, &arguments](int64_t value, Convert dtype) {
+    return with_stand_ins(op, arguments, [&](const at::Tensor& tensor) {
+      std::vector<int64_t> sizes = tensor.sizes().vec();
+      for (int64_t& size : sizes) size = std::min<int64_t>(size, 1);
+      return at::full(sizes, value, tensor.options().dtype(dtype(tensor.scalar_type())));
+    });
+  };
+}
+
+c10::DimVector first_shape(const Spec& spec) {
+  return spec.local_shape(c10::DimVector(spec.mesh().ndim(), 0));
+}
+
+/// Of the local shapes of the first rank. Plain tensors, which have no dims, are as they are.
+Make of_first_rank(const c10::OperatorHandle& op, const Stack& arguments, const std::vector<Spec>& inputs) {
+  return [&](int64_t value, Convert dtype) {
+    size_t next = 0;
+    return with_stand_ins(op, arguments, [&](const at::Tensor& tensor) {
+      const auto converted = dtype(tensor.scalar_type());
+      if (!DTensorImpl::of(tensor)) return tensor.to(converted);
+      return at::full(first_shape(inputs[next++]), value, tensor.options().dtype(converted));
+    });
+  };
+}
+
+/// The error with which the operator refuses these; null if it accepts them.
+std::exception_ptr refusal(const c10::OperatorHandle& op, Stack arguments) {
   try {
     op.callBoxed(arguments);
-    return Answer::accepts;
-  } catch (const c10::NotImplementedError&) {
-    return Answer::not_implemented;
-  } catch (const std::exception&) {
-    return Answer::refuses;
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
   }
+}
+
+bool is_not_implemented(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::NotImplementedError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+/// Whether the operator accepts the same arguments of other dtypes. Else it may be that they are too small.
+bool accepts_others(const c10::OperatorHandle& op, const Make& make) {
+  return std::any_of(std::begin(kOthers), std::end(kOthers),
+                     [&](Convert dtype) { return !refusal(op, make(0, dtype)); });
+}
+
+/// Throws what the operator refuses for its dtypes: neither for the values, nor for shapes.
+void throw_refusal(const c10::OperatorHandle& op, const Make& make) {
+  Quiet quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const std::exception_ptr error = refusal(op, make(0, as_it_is));
+  if (error && refusal(op, make(1, as_it_is)) && (is_not_implemented(error) || accepts_others(op, make)))
+    std::rethrow_exception(error);
+}
+
+/// Whether some input has elements, and a rank none of them. `local_shape`: what that rank holds of an input.
+template <class Shape>
+bool holds_nothing(const std::vector<Spec>& inputs, const Shape& local_shape) {
+  return std::any_of(inputs.begin(), inputs.end(), [&](const Spec& spec) {
+    return spec.numel() > 0 && c10::multiply_integers(local_shape(spec)) == 0;
+  });
+}
+
+/// Kinds of errors, which ranks exchange as integers.
+enum Kind : int64_t { kNone, kError, kValueError, kIndexError, kNotImplementedError };
+
+Kind kind_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::NotImplementedError&) {
+    return kNotImplementedError;
+  } catch (const c10::IndexError&) {
+    return kIndexError;
+  } catch (const c10::ValueError&) {
+    return kValueError;
+  } catch (...) {
+    return kError;
+  }
+}
+
+[[noreturn]] void throw_error(Kind kind, const std::string& message) {
+  TESSERA_CHECK_AS(c10::NotImplementedError, kind != kNotImplementedError, message);
+  TESSERA_CHECK_INDEX(kind != kIndexError, message);
+  TESSERA_CHECK_VALUE(kind != kValueError, message);
+  TESSERA_CHECK(false, message);
 }
 
 }  // namespace
@@ -109,11 +200,51 @@ bool may_refuse_shapes(const c10::OperatorHandle& op, const Stack& arguments) {
 bool may_refuse_dtypes(const c10::OperatorHandle& op, const Stack& arguments) {
   Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  const Answer answer = ask(op, of_one_element(op, arguments));
-  if (answer != Answer::refuses) return answer == Answer::not_implemented;
-  // It may be that one element is too small, whatever the dtype.
-  return ask(op, of_one_element(op, arguments, at::kFloat)) == Answer::accepts ||
-         ask(op, of_one_element(op, arguments, at::kLong)) == Answer::accepts;
+  const Make make = of_one_element(op, arguments);
+  const std::exception_ptr error = refusal(op, make(0, as_it_is));
+  return error && (is_not_implemented(error) || accepts_others(op, make));
+}
+
+void check_dtypes(const c10::OperatorHandle& op, const Stack& arguments) {
+  throw_refusal(op, of_one_element(op, arguments));
+}
+
+bool holds_nothing_somewhere(const std::vector<Spec>& inputs) {
+  return holds_nothing(inputs, [](const Spec& spec) {
+    c10::DimVector last(spec.mesh().shape().begin(), spec.mesh().shape().end());
+    for (int64_t& coordinate : last) --coordinate;
+    return spec.local_shape(last);
+  });
+}
+
+bool may_refuse_dtypes_elsewhere(const std::vector<Spec>& inputs) {
+  const auto is_always_taken = [&](const Spec& spec) {
+    return spec.dtype() == inputs[0].dtype() && (spec.dtype() == at::kFloat || spec.dtype() == at::kDouble);
+  };
+  const auto here = [](const Spec& spec) {
+    return c10::DimVector(spec.local_shape().begin(), spec.local_shape().end());
+  };
+  return holds_nothing(inputs, here) && !std::all_of(inputs.begin(), inputs.end(), is_always_taken);
+}
+
+void check_dtypes_as_first_rank(const c10::OperatorHandle& op, const Stack& arguments,
+                                const std::vector<Spec>& inputs) {
+  throw_refusal(op, of_first_rank(op, arguments, inputs));
+}
+
+void compute_or_refuse_together(const std::string& op, const DeviceMesh& mesh,
+                                const std::function<void()>& compute) {
+  std::exception_ptr error;
+  try {
+    compute();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const at::Tensor kind = at::full({1}, error ? kind_of(error) : kNone, at::kLong);
+  comm::all_reduce(kind, c10d::ReduceOp::MAX, mesh.get_joint_group()).wait();
+  if (error) std::rethrow_exception(error);
+  const auto found = static_cast<Kind>(kind.item<int64_t>());
+  if (found != kNone) throw_error(found, op + ": another rank refuses its local values.");
 }
 
 }  // namespace tessera

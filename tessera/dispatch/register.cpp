@@ -1,6 +1,8 @@
 #include <tessera/dispatch/operator_call.h>
 #include <tessera/dispatch/operator_info.h>
 #include <tessera/dispatch/register.h>
+#include <tessera/dispatch/register_kernels.h>
+#include <tessera/dispatch_keys.h>
 #include <tessera/error.h>
 #include <tessera/rules/rule.h>
 
@@ -26,8 +28,8 @@ using torch::jit::Stack;
 class Kernel final : public c10::OperatorKernel {
  public:
   explicit Kernel(const c10::OperatorHandle& op) : info_(op) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
-    call_operator(info_, op, *stack);
+  void operator()(const c10::OperatorHandle& /*op*/, c10::DispatchKeySet /*keys*/, Stack* stack) {
+    dispatch_operator(info_, *stack);
   }
 
  private:
@@ -37,15 +39,15 @@ class Kernel final : public c10::OperatorKernel {
 /// Of operators that are registered after us.
 void late_kernel(const c10::OperatorHandle& op, Stack* stack) {
   static auto& mutex = *new std::mutex;
-  static auto& infos = *new std::map<std::string, std::unique_ptr<const OperatorInfo>>;
+  static auto& infos = *new std::map<std::string, const OperatorInfo*>;  // which are never deleted
   const OperatorInfo* info = nullptr;
   {
     const std::lock_guard lock(mutex);
     auto& known = infos[c10::toString(op.operator_name())];
-    if (!known) known = std::make_unique<const OperatorInfo>(op);
-    info = known.get();
+    if (!known || !(known->op == op)) known = new OperatorInfo(op);  // a library may define it anew
+    info = known;
   }
-  call_operator(*info, op, *stack);
+  dispatch_operator(*info, *stack);
 }
 
 bool has_out(const c10::OperatorHandle& op) {
@@ -53,8 +55,8 @@ bool has_out(const c10::OperatorHandle& op) {
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& a) { return a.is_out(); });
 }
 
-/// Whether libtorch's composition of other operators serves as it is. Not where there is a rule for the whole
-/// (autograd's formula for the whole is then used too), nor with out=, which is written through plain
+/// Whether libtorch's composition of other operators serves as it is. Not where the operator has a rule of its
+/// own (then autograd has a formula of its own for it too), nor with out=, which is written through plain
 /// tensors.
 bool decomposes(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !has_out(op) &&
@@ -67,7 +69,7 @@ class Registration {
  public:
   Registration() {
     auto& dispatcher = c10::Dispatcher::singleton();
-    constexpr auto key = c10::DispatchKey::PrivateUse3;
+    constexpr auto key = kDTensorKey;
     handles_.push_back(dispatcher.registerFallback(
         key, c10::KernelFunction::makeFromBoxedFunction<&late_kernel>(), "tessera"));
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
@@ -91,9 +93,9 @@ class Registration {
     TESSERA_CHECK_VALUE(!decomposes(*op), "register_sharding: ", name,
                         " is composed of other operators; register rules for those.");
     const std::lock_guard lock(mutex_);
-    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse3)) return;
+    if (op->hasKernelForDispatchKey(kDTensorKey)) return;
     handles_.push_back(c10::Dispatcher::singleton().registerImpl(
-        op->operator_name(), c10::DispatchKey::PrivateUse3,
+        op->operator_name(), kDTensorKey,
         c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)), std::nullopt, nullptr,
         "tessera"));
   }
@@ -101,7 +103,7 @@ class Registration {
  private:
   std::mutex mutex_;
   std::vector<c10::RegistrationHandleRAII> handles_;
-  torch::Library all_{torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse3, __FILE__, __LINE__};
+  torch::Library all_{torch::Library::IMPL, "_", kDTensorAutogradKey, __FILE__, __LINE__};
 };
 
 /// Never undone: tensors in static variables may outlive any order of destruction.

@@ -11,11 +11,8 @@ namespace tessera {
 /// on all threads; all ranks must do so alike. Throws if there is no such operator, or if it is composed of
 /// others, which then have the rules.
 ///
-///   // mine::scale_rows(Tensor x, Tensor factors) -> Tensor, cut along the rows
+///   // mine::scale_rows(Tensor x, Tensor factors) -> Tensor, sharded along the rows
 ///   register_sharding("mine::scale_rows", rules::explicit_strategies({{{Shard(0), Shard(0)}, {Shard(0)}}}));
 TESSERA_API void register_sharding(const std::string& op, rules::Rule rule);
-
-/// At load, once all rules are known: a kernel for each operator that does not decompose by itself.
-void register_kernels();
 
 }  // namespace tessera

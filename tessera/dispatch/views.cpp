@@ -85,7 +85,7 @@ void offset_from_self(const OperatorInfo& as_strided, Arguments& arguments) {
 
 void set_origin(const at::Tensor& view, size_t index, const DistributedArgument& base, const OpPlan& plan,
                 const c10::OperatorHandle& op, const Stack& arguments) {
-  const rules::LocalCall& local = plan.decision.local;
+  const rules::LocalCall& local = plan.strategy.local;
   DTensorImpl& impl = *DTensorImpl::of(view);
   const bool shares =
       plan.by_rule && !local.detached && !base.moved && impl.local().is_alias_of(base.impl().local());

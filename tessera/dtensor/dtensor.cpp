@@ -1,5 +1,4 @@
 #include <tessera/comm/collectives.h>
-#include <tessera/comm/joined.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
@@ -8,7 +7,8 @@
 #include <tessera/random/sample.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
-#include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/pieces.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <ostream>
 
@@ -63,21 +63,22 @@ at::Tensor with_message(at::Tensor tensor) {
   return tensor;
 }
 
-/// Cast to `dtype`, then placed so.
-at::Tensor moved(const at::Tensor& tensor, const Spec& target, at::ScalarType dtype, bool async_op) {
+/// Cast to `dtype`, then redistributed to `target`.
+at::Tensor redistributed(const at::Tensor& tensor, const Spec& target, at::ScalarType dtype, bool async_op) {
   const auto* impl = DTensorImpl::of(tensor);
   const at::Tensor& local = impl->local();
   auto in_dtype = [&](const Spec& spec) {
+    if (spec.dtype() == dtype) return spec;
     return Spec(spec.mesh(), spec.placements(), spec.shape(), spec.strides(), dtype, spec.order());
   };
   const Spec to = in_dtype(target);
-  const Plan way = plan(in_dtype(impl->spec()), to);
+  const auto plan = cached_plan(in_dtype(impl->spec()), to);
   const at::Tensor input = local.to(dtype);
-  if (async_op && way.communicates()) {
+  if (async_op && plan->communicates()) {
     return with_message(
-        make_dtensor(std::make_shared<PendingTensor>(execute_async(way, input)), to, input.options()));
+        make_dtensor(std::make_shared<PendingTensor>(execute_async(*plan, input)), to, input.options()));
   }
-  at::Tensor output = execute(way, input);
+  at::Tensor output = execute(*plan, input);
   if (output.is_alias_of(local)) output = output.clone();  // replicas must not be written to on one rank only
   return with_message(make_dtensor(std::move(output), to));
 }
@@ -137,7 +138,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     memory->options = target->options;
     store(context, std::move(memory));
     const at::ScalarType dtype = target->options.forward_dtype.value_or(tensor.scalar_type());
-    return moved(tensor, target->spec, dtype, target->options.async_op);
+    return redistributed(tensor, target->spec, dtype, target->options.async_op);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const Memory& memory = recall(context);
@@ -152,45 +153,6 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
-/// The group of all ranks of a mesh, row-major.
-Group joint_group(const DeviceMesh& mesh) {
-  std::vector<MeshDim> dims;
-  for (const int64_t dim : c10::irange(mesh.ndim())) dims.emplace_back(dim);
-  return mesh.get_group(dims);
-}
-
-std::vector<c10::DimVector> coordinates(const DeviceMesh& mesh) {
-  std::vector<c10::DimVector> result;
-  for (const int64_t rank : c10::irange(mesh.size())) {
-    c10::DimVector coordinate(mesh.ndim());
-    int64_t rest = rank;
-    for (int64_t dim = mesh.ndim() - 1; dim >= 0; --dim) {
-      coordinate[dim] = rest % mesh.shape()[dim];
-      rest /= mesh.shape()[dim];
-    }
-    result.push_back(std::move(coordinate));
-  }
-  return result;
-}
-
-/// The part of a whole tensor that some rank holds.
-at::Tensor part_of(const at::Tensor& whole, const std::vector<Pieces>& pieces) {
-  at::Tensor result = whole;
-  for (const size_t dim : c10::irange(pieces.size())) {
-    const auto d = static_cast<int64_t>(dim);
-    if (pieces[dim].size() == 1) {
-      result = result.narrow(d, pieces[dim][0].offset, pieces[dim][0].size);
-    } else if (pieces[dim].empty()) {
-      result = result.narrow(d, 0, 0);
-    } else {
-      std::vector<at::Tensor> parts;
-      for (const Range& piece : pieces[dim]) parts.push_back(result.narrow(d, piece.offset, piece.size));
-      result = joined(parts, d);
-    }
-  }
-  return result.contiguous();
-}
-
 /// Finds the global shape from what the ranks hold, and checks that it fits together on all of them.
 std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mesh,
                                   const Placements& placements) {
@@ -200,7 +162,7 @@ std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mes
   mine[0] = local.dim();
   mine[1] = static_cast<int64_t>(local.scalar_type());
   for (const int64_t dim : c10::irange(local.dim())) mine[2 + dim] = local.size(dim);
-  const Group group = joint_group(mesh);
+  const Group group = mesh.get_joint_group();
   at::Tensor all = new_memory({mesh.size(), 2 + kMaxDims}, at::kLong);
   const at::Device device = mesh.device_type();
   mine = mine.to(device);
@@ -246,7 +208,7 @@ DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& 
       new_memory(spec.local_shape(), on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
   if (mesh.is_member()) {
     write(local, random::Region(placed), random::next_draw(mesh));
-    local = execute(plan(placed, spec), local);
+    local = execute(*cached_plan(placed, spec), local);
   }
   return made(std::move(local), spec, options);
 }
@@ -371,7 +333,7 @@ void check_no_partial(at::TensorList tensors, const std::string& what) {
 }
 
 at::Tensor DTensor::full_tensor(OptionalPlacements grad_placements) const {
-  return redistribute(Placements(device_mesh().ndim(), Replicate())).to_local(std::move(grad_placements));
+  return redistribute(replicated(device_mesh())).to_local(std::move(grad_placements));
 }
 
 std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
@@ -400,21 +362,21 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
   if (!mesh.is_member()) {
     local = at::empty({0}, whole.options());
   } else if (!source || mesh.size() == 1) {
-    local = part_of(whole, placed.local_pieces());
+    local = select_pieces(whole, placed.local_pieces()).contiguous();
     if (local.is_alias_of(whole)) local = local.clone();
   } else {
     TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank number ",
                         *source, " in ", mesh, ".");
-    const Group group = joint_group(mesh);
+    const Group group = mesh.get_joint_group();
     local = new_memory(placed.local_shape(), whole.options());
     std::vector<at::Tensor> parts;
     if (group->getRank() == *source) {
-      for (const auto& coordinate : coordinates(mesh))
-        parts.push_back(part_of(whole, placed.local_pieces(coordinate)));
+      for (const auto& coordinate : mesh.coordinates())
+        parts.push_back(select_pieces(whole, placed.local_pieces(coordinate)).contiguous());
     }
     comm::scatter(local, parts, *source, group).wait();
   }
-  if (mesh.is_member()) local = execute(plan(placed, target), local);
+  if (mesh.is_member()) local = execute(*cached_plan(placed, target), local);
   DTensor result(with_message(make_dtensor(std::move(local), target)));
   result.set_requires_grad(tensor.requires_grad());
   return result;
@@ -432,7 +394,7 @@ DTensor full(c10::IntArrayRef shape, const at::Scalar& value, const DeviceMesh& 
   const Spec placed = spec.with_placements(with_partials_replicated(spec.placements()));
   at::Tensor local =
       at::full(spec.local_shape(), value, on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
-  if (mesh.is_member()) local = execute(plan(placed, spec), local);
+  if (mesh.is_member()) local = execute(*cached_plan(placed, spec), local);
   return made(std::move(local), spec, options);
 }
 

@@ -1,5 +1,5 @@
-#include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
+#include <tessera/comm/packed_all_to_all.h>
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/redistribute/memory.h>
@@ -41,23 +41,6 @@ struct Part {
 
 }  // namespace
 
-std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
-  std::vector<std::vector<int64_t>> result;
-  const auto here = *mesh.get_coordinate();
-  result.emplace_back(here.begin(), here.end());
-  for (const int64_t mesh_dim : mesh_dims) {
-    std::vector<std::vector<int64_t>> more;
-    for (const auto& coordinate : result) {
-      for (const int64_t i : c10::irange(mesh.shape()[mesh_dim])) {
-        more.push_back(coordinate);
-        more.back()[mesh_dim] = i;
-      }
-    }
-    result = std::move(more);
-  }
-  return result;
-}
-
 Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims) {
   std::vector<MeshDim> dims;
   for (const int64_t mesh_dim : mesh_dims) dims.emplace_back(mesh_dim);
@@ -82,7 +65,7 @@ std::vector<int64_t> mesh_dims_of(const Spec& spec) {
 
 ShardGroup::ShardGroup(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_t dim)
     : group_(group_of(spec.mesh(), mesh_dims)) {
-  const auto coordinates = peers(spec.mesh(), mesh_dims);
+  const auto coordinates = spec.mesh().coordinates_along(mesh_dims);
   const auto here = *spec.mesh().get_coordinate();
   ranks_.resize(coordinates.size());
   std::iota(ranks_.begin(), ranks_.end(), 0);
@@ -126,7 +109,6 @@ Holding holding(const Spec& spec, int64_t dim) {
 /// What goes from a rank that holds `source` to one that holds `target`: parts of both, in the same order.
 struct Exchange::Route {
   std::vector<Part> source, target;
-  int64_t count = 0;
 };
 
 Exchange::Route Exchange::route(const Pieces& source, const Pieces& target,
@@ -146,7 +128,6 @@ Exchange::Route Exchange::route(const Pieces& source, const Pieces& target,
               {stretch.to + first * stretch.to_step - piece.offset + held, stretch.to_step, count});
           result.source.push_back(
               {stretch.from + first * stretch.from_step - other.offset + kept, stretch.from_step, count});
-          result.count += count;
         }
         kept += other.size;
       }
@@ -161,11 +142,9 @@ Exchange::Exchange(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims
     : mesh_(mesh), mesh_dims_(mesh_dims), dim_(dim) {
   const auto here = *mesh.get_coordinate();
   const Pieces mine = source(here), wanted = target(here);
-  for (const auto& coordinate : peers(mesh, mesh_dims)) {
-    const bool is_self = std::equal(coordinate.begin(), coordinate.end(), here.begin());
-    if (is_self) own_.push_back(route(mine, wanted, segments));
-    out_.push_back(is_self ? Route{} : route(mine, target(coordinate), segments));
-    in_.push_back(is_self ? Route{} : route(source(coordinate), wanted, segments));
+  for (const auto& coordinate : mesh.coordinates_along(mesh_dims)) {
+    out_.push_back(route(mine, target(coordinate), segments));
+    in_.push_back(route(source(coordinate), wanted, segments));
   }
 }
 
@@ -173,31 +152,14 @@ Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 
 void Exchange::operator()(const at::Tensor& target, const at::Tensor& source, Mode mode) const {
-  auto put = [&](const Part& part, const at::Tensor& values) {
-    const at::Tensor place = part.of(target, dim_);
-    mode == kAdd ? place.add_(values) : place.copy_(values);
-  };
-  comm::Tensors sent, received;
-  auto shape = source.sizes().vec();
+  std::vector<comm::Tensors> sent(out_.size()), received(in_.size());
   for (const size_t i : c10::irange(out_.size())) {
-    std::vector<at::Tensor> parts;
-    for (const Part& part : out_[i].source) parts.push_back(part.of(source, dim_));
-    shape[dim_] = 0;
-    sent.push_back(parts.empty() ? new_memory(shape, source.options()) : joined(parts, dim_).contiguous());
-    shape[dim_] = in_[i].count;
-    received.push_back(new_memory(shape, source.options()));
+    for (const Part& part : out_[i].source) sent[i].push_back(part.of(source, dim_));
+    for (const Part& part : in_[i].target) received[i].push_back(part.of(target, dim_));
   }
-  for (const size_t i : c10::irange(own_[0].source.size()))
-    put(own_[0].target[i], own_[0].source[i].of(source, dim_));
-  if (out_.size() < 2) return;
-  comm::all_to_all(received, sent, group_of(mesh_, mesh_dims_)).wait();
-  for (const size_t i : c10::irange(in_.size())) {
-    int64_t offset = 0;
-    for (const Part& part : in_[i].target) {
-      put(part, received[i].narrow(dim_, offset, part.count));
-      offset += part.count;
-    }
-  }
+  const Group group = out_.size() < 2 ? Group() : group_of(mesh_, mesh_dims_);
+  comm::packed_all_to_all(received, sent, source.options(), group,
+                          mode == kAdd ? comm::Write::add : comm::Write::copy);
 }
 
 void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,

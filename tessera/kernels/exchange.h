@@ -46,8 +46,7 @@ class Exchange {
   DeviceMesh mesh_;
   std::vector<int64_t> mesh_dims_;
   int64_t dim_;
-  std::vector<Route> out_, in_;  // to and from each rank, this one's left empty
-  std::vector<Route> own_;       // one
+  std::vector<Route> out_, in_;  // to and from each rank, also this one
 };
 
 /// Copies along `dim`, which both tensors have cut by the same mesh dims: all elements that segments tell
@@ -85,10 +84,7 @@ class ShardGroup {
   size_t self_ = 0;
 };
 
-/// The coordinates of the ranks of the joint group of some mesh dims, in its order.
-std::vector<std::vector<int64_t>> peers(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
-
-/// That group.
+/// The joint group of some mesh dims.
 Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
 
 /// Which mesh dims cut a tensor dim; and which any.

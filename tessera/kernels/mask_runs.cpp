@@ -1,8 +1,8 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
-#include <tessera/redistribute/memory.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/mask_runs.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <numeric>
@@ -28,7 +28,7 @@ at::Tensor MaskRuns::Runs::numbers() const {
 MaskRuns::MaskRuns(const at::Tensor& marks, const Spec& spec, const ShardOrder& order)
     : spec_(spec), order_(order), device_(marks.device()), mesh_dims_(mesh_dims_of(spec)) {
   for (const int64_t m : mesh_dims_) last_ = std::max(last_, spec.placement(m).dim());
-  for (const auto& coordinate : kernels::peers(spec.mesh(), mesh_dims_of(spec, last_)))
+  for (const auto& coordinate : spec.mesh().coordinates_along(mesh_dims_of(spec, last_)))
     offsets_.push_back(spec.global_offset(coordinate)[last_]);
   std::sort(offsets_.begin(), offsets_.end());
   offsets_.erase(std::unique(offsets_.begin(), offsets_.end()), offsets_.end());
@@ -70,7 +70,7 @@ MaskRuns::Ways MaskRuns::ways(int64_t size) const {
   result.group = group_of(mesh, mesh_dims_);
   const Range held{rows.global_offset()[0], result.held};
   std::vector<int64_t> offsets;
-  for (const auto& coordinate : kernels::peers(mesh, mesh_dims_)) {
+  for (const auto& coordinate : mesh.coordinates_along(mesh_dims_)) {
     const Range there{rows.global_offset(coordinate)[0], rows.local_shape(coordinate)[0]};
     offsets.push_back(there.offset);
     result.to.push_back(own.within(there).total());

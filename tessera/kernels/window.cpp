@@ -39,7 +39,7 @@ Halo::Halo(const Spec& input, const Spec& result, int64_t dim, const Reach& reac
   // Ranks along other mesh dims need the same, so all agree on whether anything is moved.
   const auto mesh_dims = mesh_dims_of(input, dim);
   const int64_t size = input.shape()[dim];
-  for (const auto& coordinate : peers(mesh, mesh_dims)) {
+  for (const auto& coordinate : mesh.coordinates_along(mesh_dims)) {
     const Range need = only(wants(coordinate)), own = only(has(coordinate));
     const int64_t begin = std::max<int64_t>(0, need.offset), end = std::min(size, need.end());
     communicates_ |= begin < end && (begin < own.offset || end > own.end());

@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/mesh/axis.h>
 #include <tessera/mesh/device_mesh.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <ostream>
 #include <span>
 #include <sstream>
@@ -20,138 +22,9 @@ namespace tessera {
 namespace {
 
 using Names = DeviceMesh::Names;
+using CurrentMesh = ThreadScope<std::optional<DeviceMesh>, MeshScope>;
 
-/// One digit of a flat index:  (index / stride) % size.
-struct Digit {
-  int64_t size;
-  int64_t stride;
-  bool operator==(const Digit&) const = default;
-};
-
-bool overlap(const Digit& a, const Digit& b) {
-  return a.stride % (b.size * b.stride) != 0 && b.stride % (a.size * a.stride) != 0;
-}
-
-/// A mesh dim: some digits of the root's flat index, the most significant first.
-/// They are kept in their one normal form, so that equal dims have equal digits: none of size 1, and
-/// neighbours that count on from one another are one.
-///   2:4, 2:2  ->  4:2      2:4, 1:4, 2:1  ->  2:4, 2:1
-struct Axis {
-  std::vector<Digit> digits;
-  Group group;  // given by the user; null: the world makes it
-
-  void append(Digit digit) {
-    if (digit.size == 1) return;
-    if (!digits.empty() && digits.back().stride == digit.size * digit.stride) {
-      digits.back() = {digits.back().size * digit.size, digit.stride};
-    } else {
-      digits.push_back(digit);
-    }
-  }
-
-  int64_t size() const {
-    int64_t size = 1;
-    for (const Digit& digit : digits) size *= digit.size;
-    return size;
-  }
-
-  /// Where along this axis the flat `index` is.
-  int64_t place(int64_t index) const {
-    int64_t place = 0;
-    for (const Digit& digit : digits) place = place * digit.size + index / digit.stride % digit.size;
-    return place;
-  }
-
-  /// How far the flat index moves from place 0 to `place`.
-  int64_t step(int64_t place) const {
-    int64_t step = 0;
-    for (auto digit = digits.rbegin(); digit != digits.rend(); ++digit) {
-      step += place % digit->size * digit->stride;
-      place /= digit->size;
-    }
-    return step;
-  }
-};
-
-bool overlap(const Axis& a, const Axis& b) {
-  return std::ranges::any_of(a.digits, [&](const Digit& x) {
-    return std::ranges::any_of(b.digits, [&](const Digit& y) { return overlap(x, y); });
-  });
-}
-
-/// All axes as one, row-major.
-Axis join(std::span<const Axis> axes) {
-  Axis joined;
-  for (const Axis& axis : axes) {
-    for (const Digit& digit : axis.digits) joined.append(digit);
-  }
-  for (const Axis& axis : axes) {
-    if (axis.group && axis.digits == joined.digits) joined.group = axis.group;
-  }
-  return joined;
-}
-
-/// One axis as several, row-major; the product of `sizes` is its size. Nothing if a cut would go through a
-/// digit where it does not divide:  {2:6, 3:1} as 3 x 2.
-std::optional<std::vector<Axis>> split(const Axis& axis, at::IntArrayRef sizes) {
-  std::vector<Axis> parts(sizes.size());
-  std::vector<Digit> rest = axis.digits;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    std::vector<Digit> taken;
-    for (int64_t wanted = sizes[i]; wanted > 1;) {
-      Digit& last = rest.back();
-      if (wanted % last.size == 0) {
-        wanted /= last.size;
-        taken.push_back(last);
-        rest.pop_back();
-      } else if (last.size % wanted == 0) {
-        taken.push_back({wanted, last.stride});
-        last = {last.size / wanted, last.stride * wanted};
-        wanted = 1;
-      } else {
-        return std::nullopt;
-      }
-    }
-    for (auto digit = taken.rbegin(); digit != taken.rend(); ++digit) parts[i].append(*digit);
-    if (parts[i].digits == axis.digits) parts[i].group = axis.group;
-  }
-  return parts;
-}
-
-/// Whether the digits of `axis` are all among those of `axes`.
-bool covers(std::span<const Axis> axes, const Axis& axis) {
-  std::vector<Digit> digits = join(axes).digits;
-  std::ranges::sort(digits, std::greater{}, &Digit::stride);
-  Axis sorted;
-  for (const Digit& digit : digits) sorted.append(digit);
-  return std::ranges::all_of(axis.digits, [&](const Digit& x) {
-    return std::ranges::any_of(sorted.digits, [&](const Digit& y) {
-      return x.stride % y.stride == 0 && y.size * y.stride % (x.size * x.stride) == 0;
-    });
-  });
-}
-
-/// The first of all flat indices that differ from `index` in `axes` only.
-int64_t first(std::span<const Axis> axes, int64_t index) {
-  for (const Axis& axis : axes) index -= axis.step(axis.place(index));
-  return index;
-}
-
-/// The flat indices from `start` along `axes`, row-major.
-std::vector<int64_t> indices(std::span<const Axis> axes, int64_t start) {
-  std::vector<int64_t> result{start};
-  for (const Digit& digit : join(axes).digits) {
-    std::vector<int64_t> next;
-    next.reserve(result.size() * digit.size);
-    for (int64_t index : result) {
-      for (int64_t i = 0; i < digit.size; ++i) next.push_back(index + i * digit.stride);
-    }
-    result = std::move(next);
-  }
-  return result;
-}
-
-/// The mesh that others are cut from.
+/// The mesh that others are sliced from.
 struct Root {
   std::shared_ptr<World> world;
   at::DeviceType device;
@@ -206,7 +79,7 @@ void check_sizes(at::IntArrayRef sizes) {
   }
 }
 
-/// The product, or the largest number there is if it is larger.
+/// The product, or the largest int64 if it is larger.
 int64_t product(at::IntArrayRef sizes) {
   uint64_t result = 0;
   constexpr int64_t largest = std::numeric_limits<int64_t>::max();
@@ -282,9 +155,19 @@ at::IntArrayRef shape_of(const at::Tensor& ranks) {
   return ranks.defined() ? ranks.sizes() : at::IntArrayRef();
 }
 
-std::vector<DeviceMesh>& mesh_stack() {
-  thread_local std::vector<DeviceMesh> stack;
-  return stack;
+/// All coordinates that differ from `start` in `dims` only, row-major in the order of `dims`.
+std::vector<c10::DimVector> coordinates_from(c10::DimVector start, at::IntArrayRef shape,
+                                             at::IntArrayRef dims) {
+  std::vector<c10::DimVector> result{std::move(start)};
+  for (const int64_t dim : dims) {
+    std::vector<c10::DimVector> next;
+    next.reserve(result.size() * shape[dim]);
+    for (c10::DimVector& coordinate : result) {
+      for (coordinate[dim] = 0; coordinate[dim] < shape[dim]; ++coordinate[dim]) next.push_back(coordinate);
+    }
+    result = std::move(next);
+  }
+  return result;
 }
 
 }  // namespace
@@ -306,20 +189,21 @@ struct DeviceMesh::State {
       : root(std::move(root_)),
         axes(std::move(axes_)),
         names(std::move(names_)),
-        offset(first(axes, anchor)),
+        offset(first_index(axes, anchor)),
         groups(axes.size()) {
     for (const Axis& axis : axes) shape.push_back(axis.size());
     size = product(shape);
-    if (root->index && first(axes, *root->index) == offset) {
+    if (root->index && first_index(axes, *root->index) == offset) {
       coordinate.emplace();
-      for (const Axis& axis : axes) coordinate->push_back(axis.place(*root->index));
+      for (const Axis& axis : axes) coordinate->push_back(axis.coordinate(*root->index));
     }
     hash = c10::get_hash(root->world.get(), static_cast<int>(root->device), shape);
     for (const std::string& name : names) hash = c10::hash_combine(hash, std::hash<std::string>()(name));
-    // A few ranks tell nearly all meshes apart and cost nothing however many there are.
+    // Eight ranks, spread evenly, tell nearly all meshes apart, and a mesh over very many ranks hashes as
+    // fast.
     const Axis all = join(axes);
     for (int64_t i = 0; i < 8; ++i) {
-      hash = c10::hash_combine(hash, root->rank(offset + all.step(i * (size - 1) / 7)));
+      hash = c10::hash_combine(hash, root->rank(offset + all.offset(i * (size - 1) / 7)));
     }
   }
 
@@ -337,7 +221,7 @@ struct DeviceMesh::State {
   }
 
   std::vector<int64_t> ranks(std::span<const Axis> along, int64_t start) const {
-    std::vector<int64_t> result = indices(along, start);
+    std::vector<int64_t> result = indices_along(along, start);
     if (!root->ranks.empty()) {
       for (int64_t& index : result) index = root->ranks[index];
     }
@@ -388,7 +272,7 @@ struct DeviceMesh::State {
   Group group(const Axis& axis) const {
     const int64_t index = member_index("group");
     if (axis.group) return axis.group;
-    return root->world->group(ranks({&axis, 1}, first({&axis, 1}, index)), root->device);
+    return root->world->group(ranks({&axis, 1}, first_index({&axis, 1}, index)), root->device);
   }
 
   Group group(size_t position) const {
@@ -417,31 +301,31 @@ struct DeviceMesh::State {
 
   /// The root that `from_group` and `from_groups` make: this rank's groups as given, null outside the mesh.
   static std::shared_ptr<Root> with_groups(std::shared_ptr<Root> root, const std::vector<Group>& groups) {
-    const State whole(root);
+    const State mesh(root);
     const int64_t rank = root->world->rank();
-    if (!whole.coordinate) {
+    if (!mesh.coordinate) {
       TESSERA_CHECK_VALUE(std::ranges::none_of(groups, [](const Group& group) { return group.defined(); }),
-                          "Rank ", rank, " is not among the ranks of ", whole.text(),
+                          "Rank ", rank, " is not among the ranks of ", mesh.text(),
                           ", so it has no groups to give for its dims.");
       return root;
     }
-    TESSERA_CHECK_VALUE(groups.size() == whole.axes.size(), whole.text(), " has ", whole.axes.size(),
+    TESSERA_CHECK_VALUE(groups.size() == mesh.axes.size(), mesh.text(), " has ", mesh.axes.size(),
                         " dims, but ", groups.size(), " groups are given.");
     for (size_t i = 0; i < groups.size(); ++i) {
-      const std::string dim = whole.name(i);
+      const std::string dim = mesh.name(i);
       TESSERA_CHECK_VALUE(groups[i].defined(), "The group given for mesh dim ", dim, " is null.");
-      const Axis& axis = whole.axes[i];
-      const auto expected = whole.ranks({&axis, 1}, first({&axis, 1}, *root->index));
+      const Axis& axis = mesh.axes[i];
+      const auto expected = mesh.ranks({&axis, 1}, first_index({&axis, 1}, *root->index));
       const auto actual = root->world->ranks_of(groups[i]);
       TESSERA_CHECK_VALUE(!actual || *actual == expected, "The group given for mesh dim ", dim,
-                          " is of ranks ", at::IntArrayRef(*actual), ", but along that dim ", whole.text(),
+                          " is of ranks ", at::IntArrayRef(*actual), ", but along that dim ", mesh.text(),
                           " has ranks ", at::IntArrayRef(expected), ".");
-      TESSERA_CHECK_VALUE(groups[i]->getSize() == whole.shape[i], "The group given for mesh dim ", dim,
-                          " has ", groups[i]->getSize(), " ranks, but ", whole.text(), " has ",
-                          whole.shape[i], " along that dim.");
-      TESSERA_CHECK_VALUE(groups[i]->getRank() == (*whole.coordinate)[i], "Rank ", rank, " is number ",
-                          groups[i]->getRank(), " in the group given for mesh dim ", dim, ", but number ",
-                          (*whole.coordinate)[i], " along that dim of ", whole.text(),
+      TESSERA_CHECK_VALUE(groups[i]->getSize() == mesh.shape[i], "The group given for mesh dim ", dim,
+                          " has ", groups[i]->getSize(), " ranks, but ", mesh.text(), " has ", mesh.shape[i],
+                          " along that dim.");
+      TESSERA_CHECK_VALUE(groups[i]->getRank() == (*mesh.coordinate)[i], "Rank ", rank, " has rank ",
+                          groups[i]->getRank(), " in the group given for mesh dim ", dim, ", but coordinate ",
+                          (*mesh.coordinate)[i], " along that dim of ", mesh.text(),
                           ": the ranks of a mesh must be in the order of the group's.");
       root->axes[i].group = groups[i];
     }
@@ -493,7 +377,7 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
     TESSERA_CHECK_VALUE(head.root->world == state.root->world && head.root->device == state.root->device &&
                             head.root->same_ranks(*state.root),
                         "Cannot concatenate ", head.text(), " and ", state.text(),
-                        ": they are not cut from the same root.");
+                        ": they are not slices of the same root.");
     TESSERA_CHECK_VALUE(head.names.empty() == state.names.empty(), "Cannot concatenate ", head.text(),
                         " and ", state.text(), ": only one of them has names.");
     for (const Axis& axis : state.axes) {
@@ -512,7 +396,7 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
   }
   check_names(names);
   for (const DeviceMesh& mesh : meshes) {
-    TESSERA_CHECK_VALUE(first(axes, mesh.state_->anchor()) == first(axes, head.anchor()),
+    TESSERA_CHECK_VALUE(first_index(axes, mesh.state_->anchor()) == first_index(axes, head.anchor()),
                         "Cannot concatenate ", head.text(), " and ", mesh.state_->text(),
                         ": no slice of their root holds both.");
   }
@@ -539,13 +423,13 @@ at::Tensor DeviceMesh::mesh() const {
 
 int64_t DeviceMesh::rank_at(at::IntArrayRef coordinate) const {
   TESSERA_CHECK_VALUE(coordinate.size() == state_->axes.size(), "The coordinate ", coordinate, " has ",
-                      coordinate.size(), " places, but ", state_->text(), " has ", state_->axes.size(),
+                      coordinate.size(), " dims, but ", state_->text(), " has ", state_->axes.size(),
                       " dims.");
   int64_t index = state_->offset;
   for (size_t i = 0; i < coordinate.size(); ++i) {
     TESSERA_CHECK_INDEX(coordinate[i] >= 0 && coordinate[i] < state_->shape[i], "The coordinate ", coordinate,
                         " is out of range along dim ", state_->name(i), " of ", state_->text(), ".");
-    index += state_->axes[i].step(coordinate[i]);
+    index += state_->axes[i].offset(coordinate[i]);
   }
   return state_->root->rank(index);
 }
@@ -565,12 +449,25 @@ int64_t DeviceMesh::get_local_rank(std::optional<MeshDim> dim) const {
   TESSERA_CHECK_VALUE(dim || ndim() == 1, state_->text(), " has ", ndim(),
                       " dims: say which one get_local_rank is about.");
   const Axis axis = state_->axis(dim.value_or(0));
-  return axis.place(state_->member_index("local rank"));
+  return axis.coordinate(state_->member_index("local rank"));
+}
+
+std::vector<c10::DimVector> DeviceMesh::coordinates() const {
+  c10::DimVector dims(ndim());
+  std::iota(dims.begin(), dims.end(), 0);
+  return coordinates_from(c10::DimVector(ndim(), 0), state_->shape, dims);
+}
+
+std::vector<c10::DimVector> DeviceMesh::coordinates_along(at::IntArrayRef dims) const {
+  state_->member_index("neighbours");
+  c10::DimVector positions;
+  for (const int64_t dim : dims) positions.push_back(dim_index(dim));
+  return coordinates_from(c10::DimVector(*state_->coordinate), state_->shape, positions);
 }
 
 std::vector<int64_t> DeviceMesh::ranks_along(const MeshDim& dim) const {
   const Axis axis = state_->axis(dim);
-  return state_->ranks({&axis, 1}, first({&axis, 1}, state_->member_index("neighbours")));
+  return state_->ranks({&axis, 1}, first_index({&axis, 1}, state_->member_index("neighbours")));
 }
 
 Group DeviceMesh::get_group(std::optional<MeshDim> dim) const {
@@ -595,6 +492,10 @@ Group DeviceMesh::get_group(const std::vector<MeshDim>& dims) const {
     axes.push_back(std::move(axis));
   }
   return state_->group(join(axes));
+}
+
+Group DeviceMesh::get_joint_group() const {
+  return ndim() == 1 ? state_->group(size_t{0}) : state_->group(join(state_->axes));
 }
 
 std::vector<Group> DeviceMesh::get_all_groups() const {
@@ -642,7 +543,7 @@ std::vector<DeviceMesh> DeviceMesh::submeshes(const MeshDim& dim) const {
   others.erase(others.begin() + position);
   const Names names = state_->names.empty() ? Names{} : Names{state_->names[position]};
   std::vector<DeviceMesh> result;
-  for (int64_t start : indices(others, state_->offset)) {
+  for (int64_t start : indices_along(others, state_->offset)) {
     result.push_back(DeviceMesh(std::make_shared<State>(state_->root, along, names, start)));
   }
   return result;
@@ -690,7 +591,7 @@ DeviceMesh DeviceMesh::unflatten(const MeshDim& dim, at::IntArrayRef sizes, Name
   TESSERA_CHECK_VALUE(
       parts, what, " into ", sizes,
       ": it was flattened from dims that do not lie next to each other in the root, and these "
-      "sizes cut across them.");
+      "sizes do not follow their boundaries.");
 
   std::vector<Axis> axes = state_->axes;
   axes.erase(axes.begin() + position);
@@ -736,12 +637,12 @@ DeviceMesh current_mesh() {
   TESSERA_CHECK(has_current_mesh(),
                 "No mesh is given and this thread has no current one: pass a mesh, or keep a "
                 "tessera::MeshScope scope(mesh) alive around the call.");
-  return mesh_stack().back();
+  return *CurrentMesh::current();
 }
 
-bool has_current_mesh() { return !mesh_stack().empty(); }
+bool has_current_mesh() { return CurrentMesh::current().has_value(); }
 
-MeshScope::MeshScope(DeviceMesh mesh) { mesh_stack().push_back(std::move(mesh)); }
-MeshScope::~MeshScope() { mesh_stack().pop_back(); }
+MeshScope::MeshScope(DeviceMesh mesh) : scope_(std::move(mesh)) {}
+MeshScope::~MeshScope() = default;
 
 }  // namespace tessera

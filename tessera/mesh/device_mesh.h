@@ -2,6 +2,7 @@
 
 #include <tessera/comm/world.h>
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <concepts>
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
 namespace tessera {
 
@@ -34,8 +36,8 @@ class MeshDim {
 /// An n-d array of ranks of a world, seen from one of them: the stage on which tensors are distributed.
 /// A cheap handle on immutable state. All ranks of the world must make the same meshes.
 ///
-/// Ranks that are not in the mesh may hold it too; they have no coordinate and take part in nothing.
-/// Groups are made when first asked for, so a mesh over very many ranks costs nothing until it is used.
+/// Ranks outside the mesh may have the object too; they have no coordinate and take part in nothing.
+/// Groups are made at first use, so a mesh over very many ranks costs nothing until it is used.
 /// Safe to use from several threads.
 ///
 /// What returns a reference on a mesh returns a value on a temporary one, so `mesh["tp"].shape()` may be
@@ -62,8 +64,8 @@ class TESSERA_API DeviceMesh {
   /// the mesh's order. Ranks that are not in the mesh pass none.
   static DeviceMesh from_groups(const std::vector<Group>& groups, at::DeviceType device,
                                 const at::Tensor& ranks, Names names, std::shared_ptr<World> world = nullptr);
-  /// The mesh whose dims are the dims of all `meshes` in order; they must be cut from one root and not
-  /// overlap.
+  /// The mesh whose dims are the dims of all `meshes` in order; they must be slices of one root and
+  /// not overlap.
   ///   concatenate({mesh["tp"], mesh["dp"]})  ->  mesh(tp=4, dp=2), the transpose of mesh(dp=2, tp=4)
   static DeviceMesh concatenate(const std::vector<DeviceMesh>& meshes);
 
@@ -83,7 +85,7 @@ class TESSERA_API DeviceMesh {
 
   /// The ranks, as an int64 tensor of the mesh's shape.
   at::Tensor mesh() const;
-  /// The rank at a coordinate, which has one place per dim.
+  /// The rank at a coordinate, which has one index per dim.
   int64_t rank_at(at::IntArrayRef coordinate) const;
   /// All ranks in row-major order.
   std::vector<int64_t> ranks() const;
@@ -91,11 +93,18 @@ class TESSERA_API DeviceMesh {
   /// This rank in the world, whether in the mesh or not.
   int64_t get_rank() const;
   bool is_member() const;
-  /// This rank's place along each dim, or nothing if it is not in the mesh.
+  /// This rank's index along each dim, or nothing if it is not in the mesh.
   std::optional<at::IntArrayRef> get_coordinate() const&;
   std::optional<std::vector<int64_t>> get_coordinate() const&&;
-  /// This rank's place along `dim`, which may be left out on a 1-d mesh. An error outside the mesh.
+  /// This rank's index along `dim`, which may be left out on a 1-d mesh. An error outside the mesh.
   int64_t get_local_rank(std::optional<MeshDim> dim = std::nullopt) const;
+
+  /// The coordinates of all ranks, row-major: coordinates()[i] is that of ranks()[i].
+  std::vector<c10::DimVector> coordinates() const;
+  /// The coordinates of the ranks that differ from this one in `dims` only, row-major in the order given:
+  /// that of rank i of get_group(dims) is at i. An error outside the mesh.
+  ///   on rank 5 of mesh(2, 4):  coordinates_along({1})  ->  (1, 0), (1, 1), (1, 2), (1, 3)
+  std::vector<c10::DimVector> coordinates_along(at::IntArrayRef dims) const;
 
   /// The ranks that differ from this one in `dim` only, in order. An error outside the mesh.
   std::vector<int64_t> ranks_along(const MeshDim& dim) const;
@@ -103,22 +112,24 @@ class TESSERA_API DeviceMesh {
   Group get_group(std::optional<MeshDim> dim = std::nullopt) const;
   /// The group of the ranks that differ from this one in `dims` only, row-major in the order given.
   Group get_group(const std::vector<MeshDim>& dims) const;
+  /// The group of all ranks of the mesh, row-major.
+  Group get_joint_group() const;
   /// One group per dim.
   std::vector<Group> get_all_groups() const;
 
-  /// The part of the mesh along some named dims that this rank is in; in a rank outside the mesh the first
-  /// such part, of which it is no member. On rank 5 of mesh(dp=2, tp=4):
+  /// The submesh along some named dims that this rank is in; on a rank outside the mesh the first such
+  /// submesh, of which it is no member. On rank 5 of mesh(dp=2, tp=4):
   ///   mesh["tp"]  ->  mesh(tp=4) of ranks 4, 5, 6, 7      mesh["dp"]  ->  mesh(dp=2) of ranks 1, 5
   /// Several names must be in the mesh's own order (see `concatenate` for others) and not overlap.
   DeviceMesh operator[](std::string_view name) const;
   DeviceMesh operator[](const Names& names) const;
   DeviceMesh operator[](std::initializer_list<std::string_view> names) const;
-  /// All parts of the mesh along one of its dims, in row-major order of the other dims. This rank is a member
+  /// All submeshes along one of the mesh's dims, in row-major order of the other dims. This rank is a member
   /// of at most one of them.
   ///   mesh(dp=2, tp=3).submeshes("dp")  ->  mesh(dp=2) of ranks 0, 3; of 1, 4; of 2, 5
   std::vector<DeviceMesh> submeshes(const MeshDim& dim) const;
 
-  /// All dims as one, named `name` (names joined by "_" by default). The root and all meshes cut from it that
+  /// All dims as one, named `name` (names joined by "_" by default). The root and all its slices that
   /// have these dims know it by this name, which must be new unless for the same dims:
   ///   root[{"dp", "cp"}].flatten();  root["dp_cp"]  ->  mesh(dp_cp=4)
   /// A 1-d mesh flattened into its own name is itself.
@@ -126,7 +137,7 @@ class TESSERA_API DeviceMesh {
   /// One dim as several, row-major.
   ///   mesh(world=8).unflatten(0, {2, 4}, {"dp", "tp"})  ->  mesh(dp=2, tp=4)
   DeviceMesh unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names) const;
-  /// The mesh that this one was cut from; itself if from none.
+  /// The mesh that this one is a slice of; itself if it is no slice.
   DeviceMesh root() const;
 
   const std::shared_ptr<World>& world() const&;
@@ -157,13 +168,17 @@ TESSERA_API DeviceMesh init_device_mesh(at::DeviceType device, at::IntArrayRef s
 TESSERA_API DeviceMesh current_mesh();
 TESSERA_API bool has_current_mesh();
 
-/// While it lives, `mesh` is what factories and `distribute_tensor` use on this thread when given none.
+/// While alive, makes `mesh` the current mesh of the calling thread, which Python's `distribute_tensor` and
+/// factories use when they are given none.
 class TESSERA_API MeshScope {
  public:
   explicit MeshScope(DeviceMesh mesh);
   ~MeshScope();
   MeshScope(const MeshScope&) = delete;
   MeshScope& operator=(const MeshScope&) = delete;
+
+ private:
+  ThreadScope<std::optional<DeviceMesh>, MeshScope> scope_;
 };
 
 }  // namespace tessera

@@ -23,8 +23,8 @@ void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& pl
     const DTensor known(handle.detach());
     TESSERA_CHECK_VALUE(known.device_mesh() == mesh, "distribute_parameter: ", what,
                         " is distributed already, on ", known.device_mesh(), " of ranks ",
-                        c10::IntArrayRef(known.device_mesh().ranks()), ", and cannot be placed on ", mesh,
-                        " of ranks ", c10::IntArrayRef(mesh.ranks()), ".");
+                        c10::IntArrayRef(known.device_mesh().ranks()), ", and cannot be distributed on ",
+                        mesh, " of ranks ", c10::IntArrayRef(mesh.ranks()), ".");
     // Into the same tensor: handles need not be found.
     const DTensor moved = known.redistribute(placements);
     if (moved.spec() != known.spec()) handle.set_data(moved);
@@ -36,7 +36,7 @@ void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& pl
   const bool all = tree.replace(handle, now, /*only_if_all=*/is_parameter);
   TESSERA_CHECK(
       all || !is_parameter, "distribute_parameter: ", what,
-      " is also held elsewhere, where it would stay as it was: by a member of a module (tell of it once: "
+      " is also kept elsewhere, where it would stay as it was: by a member of a module (register it once: "
       "tessera::register_members<M>(&M::member)), by an optimiser or a list of parameters (make them "
       "afterwards), or by a graph that is still alive.");
 }

@@ -27,7 +27,7 @@ TESSERA_API void distribute_module(torch::nn::Module& module, const DeviceMesh& 
                                    const PartitionFn& partition = {}, const PrepareFn& prepare_inputs = {},
                                    const PrepareFn& prepare_outputs = {});
 
-/// Makes one parameter or buffer of the module itself distributed, or places it otherwise if it is
+/// Makes one parameter or buffer of the module itself distributed, or redistributes it if it is
 /// distributed on that mesh already. `source`: see distribute_tensor.
 TESSERA_API void distribute_parameter(torch::nn::Module& module, const std::string& name,
                                       const DeviceMesh& mesh, Placements placements,

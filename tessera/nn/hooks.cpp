@@ -9,6 +9,7 @@
 #include <string>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/irange.h>
 #include <torch/library.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -29,6 +30,7 @@ struct Seam {
   const char* op;
   size_t input, weight;
   WeightUse use;
+  std::array<size_t, 2> other_inputs = {};  // 0: none
 };
 
 constexpr auto kSeams = std::to_array<Seam>({
@@ -39,8 +41,8 @@ constexpr auto kSeams = std::to_array<Seam>({
     {"bilinear", 0, 2, WeightUse::other},
     {"prelu", 0, 1, WeightUse::other},
     {"embedding", 1, 0, WeightUse::embedding},
-    {"embedding_bag", 1, 0, WeightUse::embedding},
-    {"embedding_bag.padding_idx", 1, 0, WeightUse::embedding},
+    {"embedding_bag", 1, 0, WeightUse::embedding, {2, 6}},
+    {"embedding_bag.padding_idx", 1, 0, WeightUse::embedding, {2, 6}},
     {"conv1d", 0, 1, WeightUse::convolution},
     {"conv1d.padding", 0, 1, WeightUse::convolution},
     {"conv2d", 0, 1, WeightUse::convolution},
@@ -57,15 +59,15 @@ constexpr auto kSeams = std::to_array<Seam>({
     {"instance_norm", 0, 1, WeightUse::normalization},
 });
 
-const std::shared_ptr<const WeightHooks>& hooks_of(const at::Tensor& tensor) {
-  static const std::shared_ptr<const WeightHooks> none;
+/// Null if it has none. Nobody else attaches something to a DTensor.
+std::shared_ptr<const WeightHooks> hooks_of(const at::Tensor& tensor) {
   const DTensorImpl* impl = tensor.defined() ? DTensorImpl::of(tensor) : nullptr;
-  return impl ? impl->hooks() : none;
+  return impl ? std::static_pointer_cast<const WeightHooks>(impl->attachment()) : nullptr;
 }
 
 /// Those for this use of it; null if there are none.
 std::shared_ptr<const ModuleHooks> hooks_for(const at::Tensor& tensor, WeightUse use) {
-  const auto& hooks = hooks_of(tensor);
+  const auto hooks = hooks_of(tensor);
   if (!hooks) return nullptr;
   const auto found = hooks->uses.find(use);
   return found == hooks->uses.end() ? nullptr : std::shared_ptr<const ModuleHooks>(hooks, &found->second);
@@ -82,17 +84,22 @@ class Around final : public c10::OperatorKernel {
     const c10::IValue& weight = (*stack)[first + seam_.weight];
     const auto hooks = weight.isTensor() ? hooks_for(weight.toTensor(), seam_.use) : nullptr;
     if (!hooks) return op.callBoxed(*stack);
-    run(hooks->inputs, (*stack)[first + seam_.input]);
+    std::vector<c10::IValue*> inputs{&(*stack)[first + seam_.input]};
+    for (const size_t other : seam_.other_inputs) {
+      if (other != 0 && (*stack)[first + other].isTensor()) inputs.push_back(&(*stack)[first + other]);
+    }
+    run(hooks->inputs, inputs);
     op.callBoxed(*stack);
-    run(hooks->outputs, (*stack)[stack->size() - op.schema().returns().size()]);
+    run(hooks->outputs, {&(*stack)[stack->size() - op.schema().returns().size()]});
   }
 
  private:
-  static void run(const std::vector<TensorsHook>& hooks, c10::IValue& value) {
+  static void run(const std::vector<TensorsHook>& hooks, const std::vector<c10::IValue*>& values) {
     if (hooks.empty()) return;
-    std::vector<at::Tensor> tensors{std::move(value).toTensor()};
+    std::vector<at::Tensor> tensors;
+    for (c10::IValue* value : values) tensors.push_back(std::move(*value).toTensor());
     for (const TensorsHook& hook : hooks) hook(tensors);
-    value = std::move(tensors.at(0));
+    for (const size_t i : c10::irange(values.size())) *values[i] = std::move(tensors.at(i));
   }
 
   const Seam seam_;
@@ -102,7 +109,7 @@ class Around final : public c10::OperatorKernel {
 at::Tensor transposed(const at::Tensor& weight) {
   const c10::impl::ExcludeDispatchKeyGuard no_more(kHooksKey);
   at::Tensor result = weight.t();
-  if (hooks_for(weight, WeightUse::linear)) DTensorImpl::of(result)->set_hooks(hooks_of(weight));
+  if (hooks_for(weight, WeightUse::linear)) DTensorImpl::of(result)->set_attachment(hooks_of(weight));
   return result;
 }
 
@@ -182,10 +189,10 @@ void append(ModuleHooks& hooks, TensorsHook inputs, TensorsHook outputs) {
 void add_hooks(torch::nn::Module& module, TensorsHook inputs, TensorsHook outputs) {
   const auto weight = weight_of(module);
   if (weight && DTensor::is_dtensor(weight->tensor)) {
-    const auto& known = hooks_of(weight->tensor);
+    const auto known = hooks_of(weight->tensor);
     auto hooks = known ? std::make_shared<WeightHooks>(*known) : std::make_shared<WeightHooks>();
     append(hooks->uses[weight->use], std::move(inputs), std::move(outputs));
-    DTensorImpl::of(weight->tensor)->set_hooks(std::move(hooks));
+    DTensorImpl::of(weight->tensor)->set_attachment(std::move(hooks));
   } else {
     append(attachment(module).hooks, std::move(inputs), std::move(outputs));
   }

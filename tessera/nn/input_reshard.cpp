@@ -11,8 +11,6 @@ namespace tessera {
 
 namespace {
 
-thread_local const InputReshard* innermost = nullptr;
-
 class Reshard final : public torch::autograd::SavedVariableHooks {
  public:
   explicit Reshard(const InputReshard& scope)
@@ -24,18 +22,18 @@ class Reshard final : public torch::autograd::SavedVariableHooks {
     if (!DTensor::is_dtensor(tensor) || tensor.dim() < 2 || tensor.dim() <= dim_) return;
     const DTensor distributed(tensor);
     if (distributed.device_mesh() != mesh_ || !distributed.placements()[mesh_dim_].is_replicate()) return;
-    // A cut of its own, not a view that would keep the whole alive.
-    kept_ = placed(distributed, Shard(dim_)).clone();
-    is_cut_ = true;
+    // A copy: a view would keep the unsharded tensor alive.
+    kept_ = redistributed(distributed, Shard(dim_)).clone();
+    is_sharded_ = true;
   }
 
   at::Tensor call_unpack_hook() override {
     const at::NoGradGuard no_grad;
-    return is_cut_ ? placed(DTensor(kept_), Replicate()) : kept_;
+    return is_sharded_ ? redistributed(DTensor(kept_), Replicate()) : kept_;
   }
 
  private:
-  at::Tensor placed(const DTensor& tensor, const Placement& placement) const {
+  at::Tensor redistributed(const DTensor& tensor, const Placement& placement) const {
     Placements placements = tensor.placements();
     placements[mesh_dim_] = placement;
     return tensor.redistribute(std::move(placements));
@@ -44,7 +42,7 @@ class Reshard final : public torch::autograd::SavedVariableHooks {
   const DeviceMesh mesh_;
   const int64_t mesh_dim_, dim_;
   at::Tensor kept_;
-  bool is_cut_ = false;
+  bool is_sharded_ = false;
 };
 
 /// libtorch asks its engine what to do with what is saved. This one answers, and leaves all else to the
@@ -54,7 +52,8 @@ class Engine final : public torch::autograd::Engine {
   explicit Engine(torch::autograd::Engine& inner) : inner_(inner) {}
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (innermost) return std::make_unique<Reshard>(*innermost);
+    const auto* scope = ThreadScope<const InputReshard*, InputReshard>::current();
+    if (scope) return std::make_unique<Reshard>(*scope);
     return inner_.get_default_saved_variable_hooks();
   }
 
@@ -90,7 +89,7 @@ Engine& engine() {
 }  // namespace
 
 InputReshard::InputReshard(const DeviceMesh& mesh, int64_t dim, const std::optional<MeshDim>& mesh_dim)
-    : mesh_(mesh), mesh_dim_(mesh_dim ? mesh.dim_index(*mesh_dim) : 0), dim_(dim), outer_(innermost) {
+    : mesh_(mesh), mesh_dim_(mesh_dim ? mesh.dim_index(*mesh_dim) : 0), dim_(dim), scope_(this) {
   TESSERA_CHECK_VALUE(mesh_dim || mesh.ndim() == 1, "InputReshard: ", mesh, " has ", mesh.ndim(),
                       " dims; say which one to use.");
   TESSERA_CHECK_INDEX(dim >= 0, "InputReshard: dim ", dim, " is negative; count from the first.");
@@ -100,9 +99,8 @@ InputReshard::InputReshard(const DeviceMesh& mesh, int64_t dim, const std::optio
     return true;
   }();
   static_cast<void>(installed);
-  innermost = this;
 }
 
-InputReshard::~InputReshard() { innermost = outer_; }
+InputReshard::~InputReshard() = default;
 
 }  // namespace tessera

@@ -2,14 +2,15 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/thread_scope.h>
 
 #include <optional>
 
 namespace tessera {
 
 /// While it lives, what autograd of the calling thread saves for backward, where it is replicated along a dim
-/// of the mesh, is cut along its own `dim` there: each rank keeps its part of what all of them have, and it
-/// is gathered again when backward needs it. Less memory for more communication, around a tensor parallel
+/// of the mesh, is sharded along its own `dim` there: each rank keeps its shard of what all of them have, and
+/// it is gathered again when backward needs it. Less memory for more communication, around a tensor parallel
 /// module, whose input is the same on all ranks:
 ///
 ///   { InputReshard saving(mesh, 0); y = mlp->forward(x); }
@@ -30,7 +31,7 @@ class TESSERA_API InputReshard {
  private:
   const DeviceMesh mesh_;
   const int64_t mesh_dim_, dim_;
-  const InputReshard* outer_;
+  ThreadScope<const InputReshard*, InputReshard> scope_;
 };
 
 }  // namespace tessera

@@ -15,7 +15,7 @@ class Module;
 
 /// A torch::nn module lists its parameters and buffers by name, and computes with members that are handles on
 /// the same tensors. To replace a tensor by a distributed one, both have to be found. The members of
-/// libtorch's own modules are known; those of others are told of once:
+/// libtorch's own modules are known; those of others are registered once:
 ///
 ///   struct GPTImpl : torch::nn::Module {
 ///     GPTImpl() { positions = register_parameter("positions", torch::zeros({256, 64})); }
@@ -38,8 +38,8 @@ inline void add_handles(std::vector<at::Tensor>& members, Handles& handles) {
 }
 }  // namespace detail
 
-/// Tells which members of M (and of what derives from it) are handles on its parameters and buffers: tensors,
-/// or vectors of tensors. For all threads; may be repeated.
+/// Registers which members of M (and of what derives from it) are handles on its parameters and buffers:
+/// tensors, or vectors of tensors. For all threads; may be repeated.
 template <class M, class... Members>
 void register_members(Members... members) {
   detail::add_members(typeid(M), [members...](torch::nn::Module& module, detail::Handles& handles) {

@@ -2,8 +2,8 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/nn/gradient_reduction.h>
 
-#include <cstdint>
 #include <memory>
 
 namespace torch::nn {
@@ -12,31 +12,30 @@ class Module;
 
 namespace tessera {
 
-struct ReplicateOptions {
-  /// How many bytes of gradients are reduced together. The first bucket of a backward pass is smaller, so
-  /// that communication begins early.
-  int64_t bucket_bytes = 25 << 20;
-  int64_t first_bucket_bytes = 1 << 20;
-};
+using ReplicateOptions = GradientReduction::Options;
 
 /// Data parallel: parameters and buffers that are not distributed yet are replicated on the mesh (those of
 /// the mesh's first rank count), and gradients are reduced once per parameter, in buckets, while backward
-/// goes on where the backend works by itself (gloo, nccl). After backward each gradient is placed as its
-/// parameter.
+/// goes on where the backend works in the background (gloo, nccl). After backward each gradient has the
+/// placements of its parameter.
 ///
 ///   replicate(*model, mesh);
-///   at::Tensor x = DTensor::from_local(batch, mesh, {Shard(0)});      // each rank's part of the batch
-///   loss(model->forward(x)).backward();                              // of the whole batch
+///   at::Tensor x = DTensor::from_local(batch, mesh, {Shard(0)});      // each rank's shard of the batch
+///   loss(model->forward(x)).backward();                              // of the global batch
 ///
-/// The loss is that of the whole batch, so gradients are sums: nothing is divided by the number of ranks.
+/// The loss is that of the global batch, so gradients are sums: nothing is divided by the number of ranks.
 /// Parameters that get no gradient are left alone: all ranks have the same graph, so they agree on which.
 /// Also the way to reduce the gradients of modules that `parallelize_module` distributed on a mesh of several
 /// dims. Without `replicate` results are the same: the optimiser's operators reduce each gradient when they
 /// need it.
+///
+/// Parameters that are distributed on other ranks, such as those on mesh["tp"] for a `mesh` that is
+/// mesh["dp"], are replicas that each rank trains with its own batch: they get the values of the first rank
+/// now, and their gradients are averaged.
 TESSERA_API void replicate(torch::nn::Module& module, const DeviceMesh& mesh,
                            const ReplicateOptions& options = {});
 
-/// While it lives, gradients of a replicated module stay partial sums: for all but the last of several
+/// While it lives, gradients of a replicated module stay partial values: for all but the last of several
 /// backward passes that add up.
 ///   { NoSync accumulate(*model); loss(first).backward(); }
 ///   loss(second).backward();                                          // reduces both at once
@@ -48,7 +47,8 @@ class TESSERA_API NoSync {
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  std::shared_ptr<class GradientReduction> reduction_;
+  std::shared_ptr<GradientReduction> reduction_;
+  bool before_;
 };
 
 }  // namespace tessera

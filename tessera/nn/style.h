@@ -2,6 +2,7 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/nn/activation.h>
 #include <tessera/nn/distribute_module.h>
 #include <tessera/placement/placement.h>
 
@@ -18,20 +19,12 @@
 /// placements.
 ///
 /// What flows is distributed tensors, whose shapes are global: a model's code stays as it is. Plain tensors
-/// are taken as this rank's part, placed as `input_layouts` says; on a mesh of several dims they are an
-/// error, as nothing tells what they are along the others.
+/// are taken for local tensors with the placement that `input_layouts` says; on a mesh of several dims they
+/// are an error, as nothing says how they are placed along the others.
+///
+/// What a style means for a layer is in layer_plan.h. Where ranks have partial values of the gradient of a
+/// layer's input, they are reduced where the layer begins.
 namespace tessera {
-
-/// Where a style applies.
-struct TESSERA_API ParallelDim {
-  DeviceMesh mesh;
-  int64_t dim = 0;
-  /// The rank of the mesh whose parameters count; none: each takes its part of its own.
-  std::optional<int64_t> source = 0;
-
-  /// Replicate but for this dim.
-  Placements placements(const Placement& along) const;
-};
 
 /// What to do with a module. A value; one can make one's own.
 class TESSERA_API ParallelStyle {
@@ -44,28 +37,41 @@ class TESSERA_API ParallelStyle {
   Apply apply_;
 };
 
-struct LayerStyleOptions {
-  /// How plain inputs are placed.
+struct ColwiseOptions {
+  /// How plain inputs are placed; by default as the layer needs them.
   std::optional<Placement> input_layouts = {};
-  /// How the output is to be placed.
+  /// How the output is to be placed; by default as the layer returns it.
   std::optional<Placement> output_layouts = {};
-  /// Return this rank's part as a plain tensor.
+  /// Return the local tensor.
+  bool use_local_output = false;
+  /// Into how many pieces of one size the model splits the output; each of them is sharded, so that splitting
+  /// does not communicate. A projection to queries, keys and values in one has 3.
+  int64_t blocks = 1;
+};
+
+/// Shards what a module returns: the output features of Linear, the columns of Embedding and EmbeddingBag,
+/// the output channels of convolutions, the heads of MultiheadAttention, whose output projection is then
+/// sharded by rows. By default inputs are replicated, and outputs sharded along what was sharded.
+///
+/// The inputs of a MultiheadAttention are prepared where it is called by `tessera::call` (see hooks.h).
+class TESSERA_API ColwiseParallel : public ParallelStyle {
+ public:
+  explicit ColwiseParallel(ColwiseOptions options = {});
+};
+
+struct RowwiseOptions {
+  /// As those of ColwiseOptions.
+  std::optional<Placement> input_layouts = {};
+  std::optional<Placement> output_layouts = {};
   bool use_local_output = false;
 };
 
-/// Cuts what a module gives: the output features of Linear, the columns of Embedding, the output channels of
-/// convolutions, the heads of MultiheadAttention, whose output projection is then cut by rows. By default
-/// inputs are replicated, and outputs cut along what was cut.
-class TESSERA_API ColwiseParallel : public ParallelStyle {
- public:
-  explicit ColwiseParallel(LayerStyleOptions options = {});
-};
-
-/// Cuts what a module sums over: the input features of Linear, the rows of Embedding, the input channels of
-/// convolutions. By default inputs are cut so (those of Embedding are replicated), and outputs replicated.
+/// Shards what a module sums over: the input features of Linear, the rows of Embedding and EmbeddingBag, the
+/// input channels of convolutions. By default inputs are sharded so (those of Embedding are replicated), and
+/// outputs replicated.
 class TESSERA_API RowwiseParallel : public ParallelStyle {
  public:
-  explicit RowwiseParallel(LayerStyleOptions options = {});
+  explicit RowwiseParallel(RowwiseOptions options = {});
 };
 
 struct SequenceParallelOptions {
@@ -73,24 +79,25 @@ struct SequenceParallelOptions {
   bool use_local_output = false;
 };
 
-/// Replicates the parameters and cuts inputs along their sequence: LayerNorm and the like. Modules without
-/// parameters (Dropout, GELU) need no style: they compute on what they get as it is placed.
+/// Replicates the parameters and shards inputs along their sequence: LayerNorm and the like. Modules without
+/// parameters (Dropout, GELU) need no style: they compute on what they get, with its placements.
 class TESSERA_API SequenceParallel : public ParallelStyle {
  public:
   explicit SequenceParallel(SequenceParallelOptions options = {});
 };
 
-/// Of each tensor that a module is called with, or returns; none for one that is left alone.
+/// Of each tensor that a module is called with, or returns; none for one that is left alone, or is not
+/// redistributed.
 using Layouts = std::vector<std::optional<Placement>>;
 
 struct PrepareInputOptions {
   Layouts input_layouts;
   Layouts desired_input_layouts;
-  /// Give the module this rank's parts as plain tensors.
+  /// Give the module the local tensors.
   bool use_local_output = false;
 };
 
-/// Places what a module is called with: see hooks.h for when this is done.
+/// Makes what a module is called with distributed, and redistributes it: see hooks.h for when this is done.
 class TESSERA_API PrepareModuleInput : public ParallelStyle {
  public:
   explicit PrepareModuleInput(PrepareInputOptions options);
@@ -102,7 +109,7 @@ struct PrepareOutputOptions {
   bool use_local_output = false;
 };
 
-/// Places what a module returns.
+/// The same for what a module returns.
 class TESSERA_API PrepareModuleOutput : public ParallelStyle {
  public:
   explicit PrepareModuleOutput(PrepareOutputOptions options);
@@ -114,8 +121,8 @@ class TESSERA_API PrepareModuleInputOutput : public ParallelStyle {
   PrepareModuleInputOutput(PrepareInputOptions inputs, PrepareOutputOptions outputs);
 };
 
-/// Styles by dotted name, in which each part may have wildcards (*, ?, [...]): "layers.*.mlp.up". "" is the
-/// module itself.
+/// Styles by dotted name, in which each component may have wildcards (*, ?, [...]): "layers.*.mlp.up". "" is
+/// the module itself.
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 struct ParallelizeOptions {
@@ -128,9 +135,8 @@ struct ParallelizeOptions {
 /// Applies styles to a module's submodules, in the module itself. What the plan does not name is left alone
 /// (`replicate` and `distribute_module` see to it). A name that matches nothing is an error.
 ///
-///   parallelize_module(*model, mesh, {{"blocks.*.up", ColwiseParallel()}, {"blocks.*.down",
-///   RowwiseParallel()}},
-///                      {.dim = "tp"});
+///     parallelize_module(*model, mesh, {{"blocks.*.up", ColwiseParallel()},
+///                                       {"blocks.*.down", RowwiseParallel()}}, {.dim = "tp"});
 TESSERA_API void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh,
                                     const ParallelPlan& plan, const ParallelizeOptions& options = {});
 TESSERA_API void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh,

@@ -44,8 +44,6 @@ Registry& registry() {
   return instance;
 }
 
-thread_local Tree* innermost = nullptr;
-
 using detail::add_handles;
 using detail::Handles;
 
@@ -152,15 +150,12 @@ NamedTensors& buffers_of(torch::nn::Module& module) {
   return torch::nn::Cloneable<ListsOfModule>::buffers(module);
 }
 
-Tree::Tree(torch::nn::Module& root) : outer_(innermost) {
-  add(root, "");
-  innermost = this;
-}
+Tree::Tree(torch::nn::Module& root) : scope_(this) { add(root, ""); }
 
-Tree::~Tree() { innermost = outer_; }
+Tree::~Tree() = default;
 
 void Tree::add(torch::nn::Module& module, const std::string& name) {
-  if (!names_.emplace(&module, name).second) return;  // a module may be in several places
+  if (!names_.emplace(&module, name).second) return;  // a module may be a child of several
   for (at::Tensor* handle : handles_of(module)) {
     if (handle->defined()) handles_[handle->unsafeGetTensorImpl()].push_back(handle);
   }
@@ -170,8 +165,8 @@ void Tree::add(torch::nn::Module& module, const std::string& name) {
 }
 
 Tree* Tree::around(const torch::nn::Module& module) {
-  Tree* tree = innermost;
-  while (tree && tree->names_.count(&module) == 0) tree = tree->outer_;
+  Tree* tree = ThreadScope<Tree*, Tree>::current();
+  while (tree && tree->names_.count(&module) == 0) tree = tree->scope_.outer();
   return tree;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <string>
 #include <unordered_map>
@@ -33,9 +34,9 @@ class Tree {
   /// The tree of the calling thread that `module` is in: the innermost one alive, or null.
   static Tree* around(const torch::nn::Module& module);
 
-  /// Makes all handles on `handle`'s tensor handles on `now`, whatever modules share it. Returns whether no
-  /// one else holds the tensor, who would then go on with the old one; if so, and if `only_if_all`, nothing
-  /// has changed.
+  /// Makes all handles on `handle`'s tensor handles on `now`, whatever modules share it. Returns whether that
+  /// was all of them: whoever else has one goes on with the old tensor. If it was not, and if `only_if_all`,
+  /// nothing has changed.
   bool replace(at::Tensor& handle, const at::Tensor& now, bool only_if_all);
 
   /// The dotted name of a module in the tree; that of the root is empty.
@@ -46,7 +47,7 @@ class Tree {
 
   std::unordered_map<const torch::nn::Module*, std::string> names_;
   std::unordered_map<const c10::TensorImpl*, std::vector<at::Tensor*>> handles_;
-  Tree* outer_;
+  ThreadScope<Tree*, Tree> scope_;
 };
 
 }  // namespace tessera

@@ -9,6 +9,21 @@ Table tried(Table table) {
   return table;
 }
 
+Rule for_loss_parallel(Rule rule) {
+  rule.for_loss_parallel = true;
+  return rule;
+}
+
+bool not_floating(Dtypes dtypes) { return !at::isFloatingType(dtypes[0]); }
+
+bool different_floats(Dtypes dtypes) {
+  return std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) {
+    return each != dtypes[0] && !at::isIntegralType(each, /*includeBool=*/true);
+  });
+}
+
+bool not_one_float(Dtypes dtypes) { return not_floating(dtypes) || different_floats(dtypes); }
+
 Function composite() {
   return [](const c10::OperatorHandle& op, Stack arguments) {
     constexpr auto usual = c10::DispatchKey::CompositeExplicitAutograd;

@@ -45,6 +45,16 @@ Table list_rules();
 
 /// The same rules, of operators that can all be tried.
 Table tried(Table table);
+/// The same rule, of an operator whose inputs LossParallel keeps from being gathered.
+Rule for_loss_parallel(Rule rule);
+
+/// Dtypes of the tensors of a call, in order.
+using Dtypes = c10::ArrayRef<at::ScalarType>;
+
+/// What operators may refuse.
+bool not_floating(Dtypes dtypes);      // the first
+bool different_floats(Dtypes dtypes);  // beside integers
+bool not_one_float(Dtypes dtypes);     // either
 
 /// The rule of operators that libtorch calls pointwise.
 Rule any_pointwise();

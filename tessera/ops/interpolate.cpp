@@ -157,6 +157,11 @@ struct Operators {
 
 }  // namespace
 
+/// CPUs lack kernels of the smaller floats.
+bool no_smooth_image(Dtypes dtypes) {
+  return dtypes[0] != at::kByte && (not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]));
+}
+
 Table interpolate_rules() {
   const Operators all[] = {
       {Filter::nearest, {{1, "upsample_nearest1d"}, {2, "upsample_nearest2d"}, {3, "upsample_nearest3d"}}},
@@ -181,6 +186,8 @@ Table interpolate_rules() {
           {"output_size", "align_corners", "scales", "scales_d", "scales_h", "scales_w"}};
       table.push_back({{name}, separable(op)});
       table.push_back({{name + "_backward"}, separable_backward(op)});
+      if (!name.ends_with("_aa")) continue;
+      for (Entry* entry : {&table.back() - 1, &table.back()}) entry->rule.may_refuse_dtypes = no_smooth_image;
     }
   }
   return table;

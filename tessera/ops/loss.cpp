@@ -121,11 +121,13 @@ Stack cross_entropy_with_logits(const c10::OperatorHandle& op, Stack stack) {
 
 /// A loss for each sample n, of all its classes; without a dim of samples there is one. `each`, `all`: the
 /// patterns of losses that are not reduced, and that are.
-Cases sample_loss(Names each, Names all, const std::vector<Names>& linear = {}) {
+Rule sample_loss(Names each, Names all, const std::vector<Names>& linear = {}) {
   const Pattern one{.letters = std::move(each), .linear = linear, .never_empty = true};
   const Pattern reduced{.letters = std::move(all), .linear = linear, .never_empty = true};
-  return by_reduction(with(one, of_samples(Samples::summed)), with(reduced, of_samples(Samples::averaged)),
-                      with(reduced, of_samples(Samples::summed)));
+  Rule rule = by_reduction(with(one, of_samples(Samples::summed)), with(reduced, of_samples(Samples::averaged)),
+                           with(reduced, of_samples(Samples::summed)));
+  rule.checks_values_of = {"target"};
+  return rule;
 }
 
 // --- negative log likelihood: dims n are of samples, c of classes. Where classes are sharded, each rank
@@ -322,8 +324,8 @@ Table loss_rules() {
        sample_loss({"n,n.,n.,n.->n.", ",.,.,.->."}, {",n.,n.,n.->n.", ",.,.,.->."}, {{"grad_output"}})},
       {{"_ctc_loss", "_ctc_loss.Tensor"}, ctc_rule(".n.,n.->n,n..", Ctc::losses)},
       {{"_ctc_loss_backward", "_ctc_loss_backward.Tensor"}, ctc_rule("n,.n.,n.,n,n..->.n.", Ctc::gradient)},
-      {{"nll_loss_forward", "nll_loss2d_forward"}, nll()},
-      {{"nll_loss_backward", "nll_loss2d_backward"}, nll_backward()},
+      {{"nll_loss_forward", "nll_loss2d_forward"}, for_loss_parallel(nll())},
+      {{"nll_loss_backward", "nll_loss2d_backward"}, for_loss_parallel(nll_backward())},
   };
 }
 

@@ -164,6 +164,9 @@ Localize if_empty(const Function& compute) {
 std::optional<Strategies> batch_norm(const OpCall& call) {
   const Spec& input = call.tensors[0];
   if (input.ndim() < 2 || input.numel() == 0) return std::nullopt;
+  // libtorch refuses other statistics and parameters, but only where it computes something.
+  if (std::any_of(call.tensors.begin() + 1, call.tensors.end(), [](const Spec& s) { return s.ndim() != 1; }))
+    return std::nullopt;
   const bool training = call.position("training") && call.flag("training");
   const BatchNorm dims(input, training ? BatchNorm::Others::unsharded : BatchNorm::Others::sharded);
   // Running statistics that are written without being said to be must not be moved.
@@ -342,11 +345,11 @@ Stack renorm_by_norm(const c10::OperatorHandle& op, Stack arguments) {
 Table normalize_rules() {
   const Names by_sums{"amax", "exp", "sum"};
   return {
-      {{"_softmax"}, softmax_rule(by_sums, softmax)},
-      {{"_log_softmax"}, softmax_rule(by_sums, log_softmax)},
+      {{"_softmax"}, for_loss_parallel(softmax_rule(by_sums, softmax))},
+      {{"_log_softmax"}, for_loss_parallel(softmax_rule(by_sums, log_softmax))},
       {{"_safe_softmax"}, softmax_rule({"softmax", "eq", "all"}, composite())},
-      {{"_softmax_backward_data"}, softmax_rule({"sum"}, softmax_backward)},
-      {{"_log_softmax_backward_data"}, softmax_rule({"sum"}, log_softmax_backward)},
+      {{"_softmax_backward_data"}, for_loss_parallel(softmax_rule({"sum"}, softmax_backward))},
+      {{"_log_softmax_backward_data"}, for_loss_parallel(softmax_rule({"sum"}, log_softmax_backward))},
       {{"native_layer_norm"}, Pattern{.letters = {"B..,..?,..?->B*,B..,B.."}, .inner = "normalized_shape"}},
       {{"native_layer_norm_backward"},
        Pattern{.letters = {"B..,B..,B..,B..,..?,..?->B*,*,*"}, .inner = "normalized_shape"}},

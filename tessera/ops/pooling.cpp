@@ -88,6 +88,14 @@ Planes sliding_rule(int64_t inner, Pool kind) {
 }
 Planes adaptive_rule(int64_t inner, Pool kind) { return pool_rule(inner, kind, adaptive, {"output_size"}); }
 
+/// Averages in three dims, of which CPUs lack kernels of the smaller floats.
+Rule of_large_floats(Rule rule) {
+  rule.may_refuse_dtypes = [](Dtypes dtypes) {
+    return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
+  };
+  return rule;
+}
+
 }  // namespace
 
 Table pooling_rules() {
@@ -97,13 +105,13 @@ Table pooling_rules() {
       {{"max_pool2d_with_indices_backward"}, sliding_rule(2, Pool::max_backward)},
       {{"max_pool3d_with_indices_backward"}, sliding_rule(3, Pool::max_backward)},
       {{"avg_pool2d"}, sliding_rule(2, Pool::avg)},
-      {{"avg_pool3d"}, sliding_rule(3, Pool::avg)},
+      {{"avg_pool3d"}, of_large_floats(sliding_rule(3, Pool::avg))},
       {{"avg_pool2d_backward"}, sliding_rule(2, Pool::avg_backward)},
-      {{"avg_pool3d_backward"}, sliding_rule(3, Pool::avg_backward)},
+      {{"avg_pool3d_backward"}, of_large_floats(sliding_rule(3, Pool::avg_backward))},
       {{"_adaptive_avg_pool2d"}, adaptive_rule(2, Pool::avg)},
-      {{"_adaptive_avg_pool3d"}, adaptive_rule(3, Pool::avg)},
+      {{"_adaptive_avg_pool3d"}, of_large_floats(adaptive_rule(3, Pool::avg))},
       {{"_adaptive_avg_pool2d_backward"}, adaptive_rule(2, Pool::avg_backward)},
-      {{"_adaptive_avg_pool3d_backward"}, adaptive_rule(3, Pool::avg_backward)},
+      {{"_adaptive_avg_pool3d_backward"}, of_large_floats(adaptive_rule(3, Pool::avg_backward))},
       {{"adaptive_max_pool2d"}, adaptive_rule(2, Pool::max)},
       {{"adaptive_max_pool3d"}, adaptive_rule(3, Pool::max)},
       {{"adaptive_max_pool2d_backward"}, adaptive_rule(2, Pool::max_backward)},

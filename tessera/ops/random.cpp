@@ -212,7 +212,7 @@ Stack multinomial(const Arguments& a, const Region& region, const Draw& draw) {
 Table random_rules() {
   Rule below = Decomposition{{"item", "randint_like"}, randint_below};
   below.for_random = true;
-  return {
+  return tried({
       {{"uniform", "rand_like", "rand_like.generator", "rand.out", "rand.generator_out"}, fills(uniform)},
       {{"normal_", "normal_functional", "randn_like", "randn_like.generator", "randn.out",
         "randn.generator_out", "normal.float_float_out"},
@@ -246,7 +246,7 @@ Table random_rules() {
       {{"multinomial"},
        drawn({"dim -1 unsharded, others alike", sampled_rows, {"num_samples"}, "`num_samples` is a size"},
              by_region(multinomial))},
-  };
+  });
 }
 
 }  // namespace tessera::ops

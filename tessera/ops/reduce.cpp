@@ -173,10 +173,14 @@ std::optional<Strategies> histogram(const OpCall& call, Histogram kind) {
 }
 
 Rule histogram_rule(Histogram kind, Names reads) {
-  return {kind == Histogram::edges_of_rows ? "rows sharded; bounds are given, or found by one reduction"
+  Rule rule{kind == Histogram::edges_of_rows ? "rows sharded; bounds are given, or found by one reduction"
                                            : "sharded: P(sum); bounds are given, or found by one reduction",
           [kind](const OpCall& call) { return histogram(call, kind); }, std::move(reads),
           "densities need all counts, and the edges of bins are never partial"};
+  rule.may_refuse_dtypes = [](Dtypes dtypes) {
+    return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
+  };
+  return rule;
 }
 
 /// How often each value occurs. All ranks have to know how many bins there are.
@@ -302,7 +306,7 @@ Table reduce_rules() {
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, Reduction{.results = 2}},
       {{"trace"}, trace()},
   });
-  const Table counts{
+  const Table counts = tried({
       {{"histc"},
        {"sharded: P(sum), between bounds that are given, or found by min and max",
         histc,
@@ -313,14 +317,15 @@ Table reduce_rules() {
       {{"_histogramdd_bin_edges"}, histogram_rule(Histogram::edges_of_rows, {"range"})},
       {{"_histogramdd_from_bin_cts"}, histogram_rule(Histogram::rows, {"range", "density"})},
       {{"_histogramdd_from_bin_tensors"}, histogram_rule(Histogram::rows, {"density"})},
-      {{"segment_reduce", "_segment_reduce_backward"},
-       {"`axis` unsharded, others alike",
+      {{"bincount"}, bincount()},
+  });
+  all.insert(all.end(), counts.begin(), counts.end());
+  Rule segmented{"`axis` unsharded, others alike",
         segments,
         {"axis"},
-        "`lengths` and `offsets` have the dims up to `axis` only"}},
-      {{"bincount"}, bincount()},
-  };
-  all.insert(all.end(), counts.begin(), counts.end());
+        "`lengths` and `offsets` have the dims up to `axis` only"};
+  segmented.checks_values_of = {"lengths", "offsets"};
+  all.push_back({{"segment_reduce", "_segment_reduce_backward"}, std::move(segmented)});
   return all;
 }
 

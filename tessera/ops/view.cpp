@@ -1,6 +1,8 @@
+#include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
 
@@ -73,7 +75,7 @@ Localize on_rank_of(int64_t dim, int64_t index, size_t position) {
     for (const int64_t m : mesh_dims) reduced[m] = Replicate();
     local.write_back = [=, to = result.with_placements(reduced, result.order())](const at::Tensor& into,
                                                                                  const at::Tensor& written) {
-      const at::Tensor value = execute(plan(result, to), written);
+      const at::Tensor value = execute(*cached_plan(result, to), written);
       if (is_here) into.select(dim, local_index).copy_(value);
     };
     return local;
@@ -263,7 +265,10 @@ Decomposition scattered(const char* name, MakeView view) {
   return {{name, "copy_"}, [view](const c10::OperatorHandle& op, Stack stack) {
             const NamedArguments arguments(op, stack);
             const at::Tensor result = at::clone(arguments.tensor("self"));
-            view(result, arguments).copy_(arguments.tensor("src"));
+            const at::Tensor target = view(result, arguments), &source = arguments.tensor("src");
+            TESSERA_CHECK(source.sizes() == target.sizes(), op.schema().name(), ": expected a source of sizes ",
+                          target.sizes(), ", got ", source.sizes(), ".");
+            target.copy_(source);
             return Stack{result};
           }};
 }

@@ -8,15 +8,6 @@ namespace tessera {
 
 namespace {
 
-void append(Pieces& pieces, Range range) {
-  if (range.size == 0) return;
-  if (!pieces.empty() && pieces.back().end() == range.offset) {
-    pieces.back().size += range.size;
-  } else {
-    pieces.push_back(range);
-  }
-}
-
 // Translates ranges of positions among what `pieces` hold, given in ascending order, in one pass over them.
 class Reader {
  public:
@@ -44,8 +35,8 @@ std::ostream& operator<<(std::ostream& out, const Range& range) {
 }
 
 Range chunk(int64_t size, int64_t count, int64_t index) {
-  TESSERA_CHECK_VALUE(size >= 0, "cannot cut a dim of size ", size, " into chunks: sizes are not negative");
-  TESSERA_CHECK_VALUE(count >= 1, "cannot cut a dim into ", count, " chunks: there must be at least one");
+  TESSERA_CHECK_VALUE(size >= 0, "cannot split a dim of size ", size, " into chunks: sizes are not negative");
+  TESSERA_CHECK_VALUE(count >= 1, "cannot split a dim into ", count, " chunks: there must be at least one");
   TESSERA_CHECK_INDEX(index >= 0 && index < count, "there is no chunk ", index, " of ", count,
                       ": chunks are counted from 0 to ", count - 1);
   const int64_t full = size / count + (size % count != 0);
@@ -53,11 +44,20 @@ Range chunk(int64_t size, int64_t count, int64_t index) {
   return {full * index, std::min(full, size - full * index)};
 }
 
-Pieces whole(int64_t size) {
+Pieces unsharded(int64_t size) {
   TESSERA_CHECK_VALUE(size >= 0, "a dim cannot have size ", size, ": sizes are not negative");
   Pieces pieces;
   append(pieces, {0, size});
   return pieces;
+}
+
+void append(Pieces& pieces, Range range) {
+  if (range.size == 0) return;
+  if (!pieces.empty() && pieces.back().end() == range.offset) {
+    pieces.back().size += range.size;
+  } else {
+    pieces.push_back(range);
+  }
 }
 
 int64_t length(const Pieces& pieces) {

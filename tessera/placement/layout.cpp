@@ -64,15 +64,15 @@ void advance(DimVector& coordinate, IntArrayRef mesh_shape) {
 
 ShardOrder canonical_order(IntArrayRef order, ArrayRef<Placement> placements) {
   const size_t ndim = placements.size();
-  const ShardOrder cuts = explicit_order(order, ndim);
+  const ShardOrder given = explicit_order(order, ndim);
   ShardOrder out = default_order(ndim);
   for (size_t first = 0; first < ndim; ++first) {
     if (!placements[first].is_shard_like()) continue;
     const int64_t dim = placements[first].dim();
-    const auto cuts_dim = [&](int64_t mesh_dim) { return placements[mesh_dim].is_shard_like(dim); };
-    auto next = cuts.begin();
+    const auto shards_dim = [&](int64_t mesh_dim) { return placements[mesh_dim].is_shard_like(dim); };
+    auto next = given.begin();
     for (size_t i = 0; i < ndim; ++i) {
-      if (cuts_dim(i)) out[i] = *(next = std::find_if(next, cuts.end(), cuts_dim))++;
+      if (shards_dim(i)) out[i] = *(next = std::find_if(next, given.end(), shards_dim))++;
     }
   }
   if (out == default_order(ndim)) out.clear();
@@ -85,7 +85,7 @@ std::vector<Pieces> local_pieces(IntArrayRef shape, IntArrayRef mesh_shape, Arra
   check_coordinate(mesh_shape, coordinate);
   const Placements normal = normalize(placements, static_cast<int64_t>(shape.size()));
   std::vector<Pieces> pieces(shape.size());
-  std::transform(shape.begin(), shape.end(), pieces.begin(), whole);
+  std::transform(shape.begin(), shape.end(), pieces.begin(), unsharded);
   for (const int64_t i : explicit_order(order, mesh_shape.size())) {
     if (!normal[i].is_shard_like()) continue;
     Pieces& held = pieces[normal[i].dim()];
@@ -138,8 +138,8 @@ DimVector global_shape_from_locals(ArrayRef<DimVector> local_shapes, IntArrayRef
   DimVector shape(ndim, 0);
   DimVector coordinate(mesh_shape.size(), 0);
   for (const DimVector& local : local_shapes) {
-    TESSERA_CHECK_VALUE(local.size() == ndim, "the rank at ", coordinate, " holds a tensor of shape ", local,
-                        ", which has ", local.size(), " dims: expected ", ndim, " as in shape ",
+    TESSERA_CHECK_VALUE(local.size() == ndim, "the rank at ", coordinate, " has a local tensor of shape ",
+                        local, ", which has ", local.size(), " dims: expected ", ndim, " as in shape ",
                         local_shapes.front(), " of the first rank");
     for (size_t dim = 0; dim < ndim; ++dim) {
       bool counts = true;
@@ -154,9 +154,9 @@ DimVector global_shape_from_locals(ArrayRef<DimVector> local_shapes, IntArrayRef
   for (const DimVector& local : local_shapes) {
     const DimVector expected = tessera::local_shape(shape, mesh_shape, normal, order, coordinate);
     TESSERA_CHECK_VALUE(local == expected, "the rank at ", coordinate, " of a mesh of shape ", mesh_shape,
-                        " holds a tensor of shape ", local, ", but of a global shape ", shape, " placed ",
-                        placements, " it should hold ", expected,
-                        ": shards must be as torch.chunk cuts them");
+                        " has a local tensor of shape ", local, ", but of a global shape ", shape,
+                        " with placements ", placements, " it should have ", expected,
+                        ": shards must be as torch.chunk splits them");
     advance(coordinate, mesh_shape);
   }
   return shape;

@@ -10,30 +10,30 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/DimVector.h>
 
-/// Who holds what: pure functions of a tensor's global shape, the shape of a mesh, one placement for each
-/// mesh dim, the order of the cuts, and a coordinate in the mesh. No ranks and no communication.
+/// Which rank has which elements: pure functions of a tensor's global shape, the shape of a mesh, one
+/// placement for each mesh dim, the shard order, and a coordinate in the mesh. No ranks and no communication.
 ///
 /// Placements may have negative dims. Arguments that do not fit together are errors that say how.
 
 namespace tessera {
 
-/// The order in which mesh dims cut the tensor: a permutation of them, or empty for 0, 1, 2, ...
-/// It matters only among mesh dims that cut the same tensor dim.
+/// The order in which mesh dims shard the tensor: a permutation of them, or empty for 0, 1, 2, ...
+/// It matters only among mesh dims that shard the same tensor dim.
 using ShardOrder = c10::SmallVector<int64_t, 4>;
 
-/// The one order among all that give the same layout: mesh dims that cut the same tensor dim stand, in the
-/// order of their cuts, where these mesh dims stand by default; all others stay; empty if nothing moves.
+/// The one order among all that give the same layout: mesh dims that shard the same tensor dim stand, in
+/// the order given, where these mesh dims stand by default; all others stay; empty if nothing moves.
 ///   placements [S(0), S(1), S(0)]:  (1, 2, 0) -> (2, 1, 0)      (1, 0, 2) -> ()
 /// The placements must be normalized. Throws if `order` is not a permutation of the mesh dims.
 TESSERA_API ShardOrder canonical_order(c10::IntArrayRef order, c10::ArrayRef<Placement> placements);
 
-/// What the rank at `coordinate` holds of each tensor dim.
+/// The local pieces of each tensor dim on the rank at `coordinate`.
 ///   shape [8], mesh (2, 2), [SS(0, 2), R], coordinate (1, 0) -> {{{2, 2}, {6, 2}}}
 TESSERA_API std::vector<Pieces> local_pieces(c10::IntArrayRef shape, c10::IntArrayRef mesh_shape,
                                              c10::ArrayRef<Placement> placements, c10::IntArrayRef order,
                                              c10::IntArrayRef coordinate);
 
-/// The shape of what the rank at `coordinate` holds.
+/// The local shape on the rank at `coordinate`.
 ///   shape [10, 3], mesh (4), [S(0)], coordinate (3) -> [1, 3]
 TESSERA_API c10::DimVector local_shape(c10::IntArrayRef shape, c10::IntArrayRef mesh_shape,
                                        c10::ArrayRef<Placement> placements, c10::IntArrayRef order,
@@ -41,8 +41,8 @@ TESSERA_API c10::DimVector local_shape(c10::IntArrayRef shape, c10::IntArrayRef 
 
 struct LocalBox {
   c10::DimVector shape;
-  /// Where the first element lies in the global tensor; along dims of which nothing is held, their global
-  /// size.
+  /// Where the first element lies in the global tensor; along dims of which the rank has nothing, their
+  /// global size.
   c10::DimVector offset;
 };
 
@@ -54,21 +54,22 @@ TESSERA_API LocalBox local_shape_and_global_offset(c10::IntArrayRef shape, c10::
                                                    c10::ArrayRef<Placement> placements,
                                                    c10::IntArrayRef order, c10::IntArrayRef coordinate);
 
-/// The global shape if every rank holds as much as this one.
+/// The global shape if the local shape is the same on every rank.
 ///   local [2, 3], mesh (2, 4), [S(0), S(0)] -> [16, 3]
 TESSERA_API c10::DimVector global_shape_if_even(c10::IntArrayRef local_shape, c10::IntArrayRef mesh_shape,
                                                 c10::ArrayRef<Placement> placements);
 
 /// The global shape, from the local shapes of all ranks in row-major order of their coordinates.
 ///   locals [3], [3], [3], [1], mesh (4), [S(0)] -> [10]
-/// Throws unless every rank holds exactly what `local_shape` says it should, naming the first that does not.
+/// Throws, naming the first rank that differs, unless every rank has exactly the shape that `local_shape`
+/// gives.
 TESSERA_API c10::DimVector global_shape_from_locals(c10::ArrayRef<c10::DimVector> local_shapes,
                                                     c10::IntArrayRef mesh_shape,
                                                     c10::ArrayRef<Placement> placements,
                                                     c10::IntArrayRef order = {});
 
 /// The strides of a dense tensor of shape `local_shape` whose dims lie in memory in the order that
-/// `global_strides` tell.
+/// `global_strides` imply.
 ///   strides (1, 4), local shape [2, 3] -> (1, 2)
 TESSERA_API c10::DimVector local_strides(c10::IntArrayRef global_strides, c10::IntArrayRef local_shape);
 

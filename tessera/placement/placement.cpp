@@ -81,7 +81,7 @@ Placements normalize(c10::ArrayRef<Placement> placements, int64_t ndim) {
     if (!placement.is_shard_like()) continue;
     int64_t dim = placement.dim();
     TESSERA_CHECK_INDEX(dim >= -ndim && dim < ndim, "placement ", placement, " of mesh dim ", i, " in ",
-                        placements, " cuts a dim that a tensor with ", ndim, ndim == 1 ? " dim" : " dims",
+                        placements, " shards a dim that a tensor with ", ndim, ndim == 1 ? " dim" : " dims",
                         " does not have",
                         ndim == 0 ? ": a tensor with no dims can only be replicated or partial"
                                   : c10::str(": expected ", -ndim, " to ", ndim - 1));

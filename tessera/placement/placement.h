@@ -16,7 +16,8 @@
 
 namespace tessera {
 
-/// What the ranks along one mesh dim hold of a tensor. A small value: copy it, compare it, hash it.
+/// How a tensor is distributed over the ranks along one mesh dim. A small value: copy it, compare it, hash
+/// it.
 class TESSERA_API Placement {
  public:
   enum class Kind : uint8_t { replicate, shard, strided_shard, partial };
@@ -36,13 +37,13 @@ class TESSERA_API Placement {
   constexpr bool is_partial() const { return kind_ == Kind::partial; }
   constexpr bool is_partial(ReduceOp op) const { return is_partial() && op_ == op; }
 
-  /// The tensor dim that is cut. Throws unless is_shard_like().
+  /// The tensor dim that is sharded. Throws unless is_shard_like().
   int64_t dim() const {
     if (!is_shard_like()) [[unlikely]]
       lacks("tensor dim");
     return dim_;
   }
-  /// In how many pieces the dim counts as cut already; 1 for Shard. Throws unless is_shard_like().
+  /// Into how many chunks the dim counts as split already; 1 for Shard. Throws unless is_shard_like().
   int64_t split() const {
     if (!is_shard_like()) [[unlikely]]
       lacks("split");
@@ -87,23 +88,23 @@ class TESSERA_API Placement {
 
 static_assert(sizeof(Placement) == 16 && std::is_trivially_copyable_v<Placement>);
 
-/// Every rank holds the whole tensor.
+/// Every rank has the full tensor.
 inline Placement Replicate() { return {}; }
 
-/// Tensor dim `dim` is cut into chunks, one for each rank in order, as torch.chunk cuts. A negative dim
+/// Tensor dim `dim` is split into chunks, one for each rank in order, as by torch.chunk. A negative dim
 /// counts from the end and is resolved by `normalize`.
 TESSERA_API Placement Shard(int64_t dim);
 
-/// Tensor dim `dim` is cut into `split` chunks, each of these into one for each rank; a rank holds its part
-/// of every one. Writes down cuts that were made from right to left.
+/// Tensor dim `dim` is split into `split` chunks, and each of these into one for each rank; a rank has its
+/// chunk of every one. Describes a dim that mesh dims shard from right to left.
 ///   [StridedShard(0, 2), Shard(0)] on mesh(2, 2): rows 0 1 | 4 5 | 2 3 | 6 7 of 8
 TESSERA_API Placement StridedShard(int64_t dim, int64_t split);
 
-/// Every rank holds a value of the tensor's full shape; reduced over the ranks they give the true one.
+/// Every rank has a partial value of the tensor's full shape; reduced over the ranks they give the true one.
 /// Use NormPartial for ReduceOp::norm.
 TESSERA_API Placement Partial(ReduceOp op = ReduceOp::sum);
 
-/// Every rank holds the p-norm of its part; `p` finite and not 0. (The 0-norm is Partial(sum), that of
+/// Every rank has the p-norm of its elements; `p` finite and not 0. (The 0-norm is Partial(sum), that of
 /// infinity Partial(max), that of minus infinity Partial(min).)
 TESSERA_API Placement NormPartial(double p);
 
@@ -116,7 +117,7 @@ using Placements = c10::SmallVector<Placement, 4>;
 /// Throws if a tensor dim is out of range, naming the mesh dim and the placement.
 TESSERA_API Placements normalize(c10::ArrayRef<Placement> placements, int64_t ndim);
 
-/// Throws if the placements ask for reductions that do not commute, so that their order would matter: all
+/// Throws if the placements have reductions that do not commute, so that their order would matter: all
 /// partial ones must have the same op, or be sum and avg.
 TESSERA_API void check_partials_agree(c10::ArrayRef<Placement> placements);
 

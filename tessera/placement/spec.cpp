@@ -204,4 +204,6 @@ std::ostream& operator<<(std::ostream& out, const Spec& spec) { return out << sp
 
 size_t Spec::interned_count() { return Table::instance().size(); }
 
+Placements replicated(const DeviceMesh& mesh) { return Placements(mesh.ndim(), Replicate()); }
+
 }  // namespace tessera

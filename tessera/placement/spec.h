@@ -20,7 +20,7 @@
 
 namespace tessera {
 
-/// Everything known about a distributed tensor but its data: the mesh, what its ranks hold, and the global
+/// Everything known about a distributed tensor but its data: the mesh, the placements, and the global
 /// shape, strides and dtype. An immutable value behind a cheap handle.
 ///
 /// Specs are interned: equal ones made anywhere in the process are one object, so that comparing and hashing
@@ -44,7 +44,7 @@ class TESSERA_API Spec {
   const DeviceMesh& mesh() const { return state().mesh; }
   const Placements& placements() const { return state().placements; }
   const Placement& placement(size_t mesh_dim) const { return state().placements[mesh_dim]; }
-  /// The order of the cuts in its canonical form: empty unless it differs from the default.
+  /// The shard order in its canonical form: empty unless it differs from the default.
   const ShardOrder& order() const { return state().order; }
   c10::IntArrayRef shape() const { return state().shape; }
   c10::IntArrayRef strides() const { return state().strides; }
@@ -52,7 +52,7 @@ class TESSERA_API Spec {
   int64_t ndim() const { return static_cast<int64_t>(state().shape.size()); }
   int64_t numel() const { return state().numel; }
 
-  /// What this rank holds. Outside the mesh: shape [0], an empty offset and no pieces.
+  /// Of the local tensor of this rank. Outside the mesh: shape [0], an empty offset and no pieces.
   c10::IntArrayRef local_shape() const { return state().local.shape; }
   c10::IntArrayRef global_offset() const { return state().local.offset; }
   /// Of a dense local tensor, whose dims lie in memory in the order that `strides` say. The local tensor of
@@ -60,7 +60,7 @@ class TESSERA_API Spec {
   c10::IntArrayRef local_strides() const { return state().local_strides; }
   std::vector<Pieces> local_pieces() const;
 
-  /// What the rank at a coordinate of the mesh holds.
+  /// The same of the rank at a coordinate of the mesh.
   c10::DimVector local_shape(c10::IntArrayRef coordinate) const;
   c10::DimVector global_offset(c10::IntArrayRef coordinate) const;
   std::vector<Pieces> local_pieces(c10::IntArrayRef coordinate) const;
@@ -68,9 +68,9 @@ class TESSERA_API Spec {
   /// The strides leave no gaps and nothing overlaps: those of a tensor of its own, not of a slice, a diagonal
   /// or an expanded dim.
   bool is_dense() const { return state().dense; }
-  /// Every rank holds the whole tensor.
+  /// Every rank has the full tensor.
   bool is_replicated() const { return state().replicated; }
-  /// Some mesh dim cuts the tensor, strided or not, even if that mesh dim has size 1.
+  /// Some mesh dim shards the tensor, strided or not, even if that mesh dim has size 1.
   bool is_sharded() const { return state().sharded; }
   /// Some mesh dim, even one of size 1, has yet to be reduced.
   bool has_partial() const { return state().partial; }
@@ -124,6 +124,9 @@ class TESSERA_API Spec {
 
   std::shared_ptr<const State> state_;
 };
+
+/// The placements of a tensor that is replicated on all dims of `mesh`.
+TESSERA_API Placements replicated(const DeviceMesh& mesh);
 
 }  // namespace tessera
 

@@ -22,11 +22,11 @@
 ///
 /// Order and strides are left out where they are the default; without names, mesh dims are named by position.
 /// Space may stand between any two words or signs. Text that cannot be read is an error that shows it, marks
-/// the place and says what was expected there.
+/// the position and says what was expected there.
 
 namespace tessera {
 
-/// A spec without a mesh of ranks behind it, as its text tells.
+/// What the text of a spec says, without a mesh of ranks behind it.
 struct Layout {
   Placements placements = {};
   ShardOrder order = {};

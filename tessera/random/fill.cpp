@@ -48,7 +48,7 @@ constexpr int64_t kGrain = 1 << 15;
 template <class Source, class Target, class Finish>
 class Writer {
  public:
-  Writer(const Kernel& kernel, const Parameters& parameters, const Draw& draw, Target* out,
+  Writer(const FillKernel& kernel, const Parameters& parameters, const Draw& draw, Target* out,
          const Finish& finish)
       : kernel_(kernel), parameters_(parameters), draw_(draw), out_(out), finish_(finish) {}
 
@@ -93,12 +93,12 @@ class Writer {
       out += here;
       count -= here;
     }
-    const int64_t whole = count / kGroup;
-    at::parallel_for(0, whole, kGrain / kGroup, [&](int64_t begin, int64_t end) {
+    const int64_t groups = count / kGroup;
+    at::parallel_for(0, groups, kGrain / kGroup, [&](int64_t begin, int64_t end) {
       write_groups(group + static_cast<uint64_t>(begin), end - begin, out + begin * kGroup);
     });
-    const int64_t rest = count - whole * kGroup;
-    if (rest > 0) write_part(group + static_cast<uint64_t>(whole), 0, rest, out + whole * kGroup);
+    const int64_t rest = count - groups * kGroup;
+    if (rest > 0) write_part(group + static_cast<uint64_t>(groups), 0, rest, out + groups * kGroup);
   }
 
   void write_part(uint64_t group, int64_t offset, int64_t count, Target* out) const {
@@ -129,7 +129,7 @@ class Writer {
     }
   }
 
-  const Kernel& kernel_;
+  const FillKernel& kernel_;
   const Parameters parameters_;
   const Draw draw_;
   Target* out_;
@@ -174,7 +174,7 @@ double log_of_rest(double p) {
 Region Region::all(c10::IntArrayRef shape) {
   Region result;
   result.shape = shape;
-  for (const int64_t size : shape) result.pieces.push_back(whole(size));
+  for (const int64_t size : shape) result.pieces.push_back(unsharded(size));
   return result;
 }
 
@@ -189,41 +189,41 @@ int64_t Region::numel() const {
 Region Region::with_dim(int64_t size) const {
   Region result = *this;
   result.shape.push_back(size);
-  result.pieces.push_back(whole(size));
+  result.pieces.push_back(unsharded(size));
   return result;
 }
 
 void Region::for_each_run(const std::function<void(uint64_t, int64_t)>& fn) const {
   if (numel() == 0) return;
-  // The innermost dims that are not cut make one with the one before them.
-  auto cut = static_cast<int64_t>(shape.size()) - 1;
+  // The innermost dims that are not sharded make one with the one before them, `last`.
+  auto last = static_cast<int64_t>(shape.size()) - 1;
   uint64_t inner = 1;
-  for (; cut > 0 && pieces[cut].size() == 1 && pieces[cut][0].size == shape[cut]; --cut)
-    inner *= static_cast<uint64_t>(shape[cut]);
-  if (cut < 0) return fn(0, 1);
+  for (; last > 0 && pieces[last].size() == 1 && pieces[last][0].size == shape[last]; --last)
+    inner *= static_cast<uint64_t>(shape[last]);
+  if (last < 0) return fn(0, 1);
 
-  struct Place {
+  struct Position {
     size_t piece = 0;
     int64_t within = 0;
   };
-  c10::SmallVector<Place, 6> places(cut);
-  c10::SmallVector<uint64_t, 6> strides(cut);
-  for (int64_t dim = cut - 1; dim >= 0; --dim)
-    strides[dim] = (dim == cut - 1 ? inner : strides[dim + 1]) * static_cast<uint64_t>(shape[dim + 1]);
+  c10::SmallVector<Position, 6> positions(last);
+  c10::SmallVector<uint64_t, 6> strides(last);
+  for (int64_t dim = last - 1; dim >= 0; --dim)
+    strides[dim] = (dim == last - 1 ? inner : strides[dim + 1]) * static_cast<uint64_t>(shape[dim + 1]);
   while (true) {
     uint64_t first = 0;
-    for (const int64_t dim : c10::irange(cut))
-      first +=
-          strides[dim] * static_cast<uint64_t>(pieces[dim][places[dim].piece].offset + places[dim].within);
-    for (const Range& range : pieces[cut])
+    for (const int64_t dim : c10::irange(last))
+      first += strides[dim] *
+               static_cast<uint64_t>(pieces[dim][positions[dim].piece].offset + positions[dim].within);
+    for (const Range& range : pieces[last])
       fn(first + inner * static_cast<uint64_t>(range.offset), range.size * static_cast<int64_t>(inner));
-    int64_t dim = cut - 1;
+    int64_t dim = last - 1;
     for (; dim >= 0; --dim) {
-      Place& place = places[dim];
-      if (++place.within < pieces[dim][place.piece].size) break;
-      place.within = 0;
-      if (++place.piece < pieces[dim].size()) break;
-      place.piece = 0;
+      Position& position = positions[dim];
+      if (++position.within < pieces[dim][position.piece].size) break;
+      position.within = 0;
+      if (++position.piece < pieces[dim].size()) break;
+      position.piece = 0;
     }
     if (dim < 0) return;
   }
@@ -297,7 +297,7 @@ Distribution Distribution::bernoulli(double p) {
 }
 
 Distribution Distribution::integers(int64_t from, std::optional<int64_t> to) {
-  TESSERA_CHECK(!to || from < *to, "random: expected whole numbers from one up to a larger one, got ", from,
+  TESSERA_CHECK(!to || from < *to, "random: expected integers from one up to a larger one, got ", from,
                 " and ", to.value_or(0), ".");
   Distribution result = integers();
   result.has_from_ = true;
@@ -412,7 +412,7 @@ class Filling {
     } else {
       const auto limit = static_cast<double>(std::numeric_limits<T>::max());
       TESSERA_CHECK(from >= -limit && to <= limit && to - from <= limit, "uniform: ", from, " to ", to,
-                    " is more than tensors of ", out_.scalar_type(), " hold.");
+                    " is more than tensors of ", out_.scalar_type(), " can represent.");
       return {from, to - from, from < to ? std::max(from, below<T>(to)) : from};
     }
   }
@@ -461,7 +461,7 @@ class Filling {
     const int64_t last = wanted_.to_ ? *wanted_.to_ - 1 : most;
     const bool fits =
         kFloating ? fits_in_floating<T>(from) && fits_in_floating<T>(last) : from >= least && last <= most;
-    TESSERA_CHECK(fits && from <= last, "random: whole numbers from ", from, " to ", last,
+    TESSERA_CHECK(fits && from <= last, "random: integers from ", from, " to ", last,
                   " are not all numbers of ", out_.scalar_type(), ".");
     return {from, static_cast<uint64_t>(last) - static_cast<uint64_t>(from) + 1};
   }
@@ -478,7 +478,7 @@ class Filling {
 
   template <class Source, class T, class Finish>
   void produce(Kind kind, const Parameters& parameters, const Finish& finish) {
-    const Kernel& kernel = kernels().of[static_cast<int>(kind)][sizeof(Source) == 8];
+    const FillKernel& kernel = kernels().of[static_cast<int>(kind)][sizeof(Source) == 8];
     Writer<Source, T, Finish>(kernel, parameters, draw_, static_cast<T*>(out_.mutable_data_ptr()), finish)
         .write(region_);
   }

@@ -12,29 +12,29 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Tensors of random numbers, of which any part can be made alone.
+/// Tensors of random values, of which every rank can make its local elements alone.
 namespace tessera::random {
 
 /// Which elements of a tensor are meant: of each dim, some pieces. Elements are counted in row-major order,
 /// whatever the strides.
 struct TESSERA_API Region {
-  c10::DimVector shape;  // of the whole tensor
+  c10::DimVector shape;  // of the global tensor
   std::vector<Pieces> pieces;
 
   Region() = default;
   /// All of it.
   static Region all(c10::IntArrayRef shape);
-  /// What this rank holds. (Of a partial tensor: all of it.)
+  /// The local elements of this rank. (Of a partial tensor: all of it.)
   explicit Region(const Spec& spec);
 
   int64_t numel() const;
-  /// With a last dim of this size, which is not cut.
+  /// With a last dim of this size, which is not sharded.
   Region with_dim(int64_t size) const;
   /// Runs of consecutive elements, in order: fn(index of the first, how many).
   void for_each_run(const std::function<void(uint64_t first, int64_t count)>& fn) const;
 };
 
-/// What numbers to make. Arguments that make no sense are errors that name the function.
+/// A distribution of random values. Invalid parameters are errors that name the function.
 class TESSERA_API Distribution {
  public:
   /// In [from, to); `from` itself if they are equal.
@@ -47,17 +47,17 @@ class TESSERA_API Distribution {
   static Distribution geometric(double p);
   /// 1 with probability p, else 0.
   static Distribution bernoulli(double p = 0.5);
-  /// Whole numbers in [from, to); without `to` up to the largest of the dtype.
+  /// Integers in [from, to); without `to` up to the largest of the dtype.
   static Distribution integers(int64_t from, std::optional<int64_t> to);
-  /// Whole numbers from 0 to the largest that the dtype has, or, of floating dtypes, up to which all whole
-  /// numbers are exact.
+  /// Integers from 0 to the largest that the dtype has, or, of floating dtypes, up to which all integers are
+  /// exact.
   static Distribution integers();
 
   /// "uniform"
   const char* name() const { return name_; }
-  /// Whether there are such complex numbers.
+  /// Whether it is defined for complex dtypes.
   bool has_complex() const { return kind_ == Kind::uniform || kind_ == Kind::normal; }
-  /// That of the real and of the imaginary parts of complex numbers, which are numbers of their own.
+  /// The distribution of the real and of the imaginary part of a complex value; the two are independent.
   Distribution of_parts() const;
 
  private:
@@ -73,8 +73,8 @@ class TESSERA_API Distribution {
   std::optional<int64_t> to_;
 };
 
-/// Fills `local`, which is what the region says of a whole tensor. Takes time proportional to what it holds.
-/// Throws if its dtype cannot hold such numbers.
+/// Fills `local`, the local tensor of `region`. Takes time proportional to its size. Throws if its dtype
+/// cannot represent such values.
 TESSERA_API void fill(const at::Tensor& local, const Region& region, const Distribution& distribution,
                       const Draw& draw);
 

@@ -134,9 +134,9 @@ class RankGenerators {
   void add(std::vector<int64_t> ranks, Generator generator) {
     std::sort(ranks.begin(), ranks.end());
     std::erase_if(meshes_, [&](const auto& item) { return item.first == ranks; });
-    const auto place = std::find_if(meshes_.begin(), meshes_.end(),
-                                    [&](const auto& item) { return item.first.size() > ranks.size(); });
-    meshes_.insert(place, {std::move(ranks), std::move(generator)});
+    const auto position = std::find_if(meshes_.begin(), meshes_.end(),
+                                       [&](const auto& item) { return item.first.size() > ranks.size(); });
+    meshes_.insert(position, {std::move(ranks), std::move(generator)});
   }
 
   /// The stream that those of ranks are forked from; users count theirs from 0.
@@ -178,9 +178,9 @@ std::shared_ptr<RankGenerators> my_generators() {
   return has_current_world() ? generators_of(current_world()) : alone();
 }
 
-std::vector<Generator>& scopes() {
-  thread_local std::vector<Generator> generators;
-  return generators;
+/// That of the innermost GeneratorScope, if any.
+const std::optional<Generator>& scoped_generator() {
+  return ThreadScope<std::optional<Generator>, GeneratorScope>::current();
 }
 
 std::atomic<bool>& checks_agreement() {
@@ -284,14 +284,14 @@ void manual_seed(uint64_t seed, const DeviceMesh& mesh) {
   mesh.size() == mesh.world()->size() ? generators->seed(seed) : generators->seed(seed, mesh.ranks());
 }
 
-Generator default_generator() { return scopes().empty() ? my_generators()->all() : scopes().back(); }
+Generator default_generator() { return scoped_generator() ? *scoped_generator() : my_generators()->all(); }
 
 Generator default_generator(const DeviceMesh& mesh) {
-  return scopes().empty() ? generators_of(mesh.world())->of(mesh) : scopes().back();
+  return scoped_generator() ? *scoped_generator() : generators_of(mesh.world())->of(mesh);
 }
 
-GeneratorScope::GeneratorScope(Generator generator) { scopes().push_back(std::move(generator)); }
-GeneratorScope::~GeneratorScope() { scopes().pop_back(); }
+GeneratorScope::GeneratorScope(Generator generator) : scope_(std::move(generator)) {}
+GeneratorScope::~GeneratorScope() = default;
 
 Generator rank_generator() { return my_generators()->own(); }
 at::Generator torch_generator() { return my_generators()->own_torch(); }
@@ -347,16 +347,16 @@ void check_agreement(const DeviceMesh& mesh) {
   comm::all_gather_into(all, own.to(mesh.device_type()), mesh.get_group(dims)).wait();
   all = all.cpu();
   const int64_t* row = all.const_data_ptr<int64_t>();
-  auto state_of = [&](int64_t place) {
-    const int64_t* given = row + 3 * place;
+  auto state_of = [&](int64_t index) {
+    const int64_t* given = row + 3 * index;
     return State{static_cast<uint64_t>(given[0]), static_cast<uint64_t>(given[1]),
                  static_cast<uint64_t>(given[2])};
   };
   std::ostringstream different;
-  for (const int64_t place : c10::irange(mesh.size())) {
-    if (state_of(place) != state_of(0))
-      different << (different.tellp() > 0 ? ", " : "") << "rank " << mesh.ranks()[place] << " at "
-                << state_of(place);
+  for (const int64_t index : c10::irange(mesh.size())) {
+    if (state_of(index) != state_of(0))
+      different << (different.tellp() > 0 ? ", " : "") << "rank " << mesh.ranks()[index] << " at "
+                << state_of(index);
   }
   TESSERA_CHECK(different.tellp() == 0, "The ranks of ", mesh,
                 " would not draw the same random numbers: rank ", mesh.ranks()[0], " is at ", state_of(0),

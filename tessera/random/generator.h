@@ -3,6 +3,7 @@
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/random/kernels.h>
+#include <tessera/thread_scope.h>
 
 #include <cstdint>
 #include <iosfwd>
@@ -15,8 +16,8 @@
 
 #include <ATen/core/Generator.h>
 
-/// Random numbers that do not depend on how a tensor is placed: each is a function of a seed, a stream, the
-/// number of the call and the element's index in the whole tensor, and of nothing else (docs/random.md).
+/// Random numbers that do not depend on a tensor's placements: each is a function of a seed, a stream, the
+/// index of the call and the element's index in the global tensor, and of nothing else (docs/random.md).
 namespace tessera::random {
 
 /// Where a sequence of calls stands. Small enough to be written into any checkpoint.
@@ -24,7 +25,7 @@ struct TESSERA_API State {
   uint64_t seed = 0;
   /// Streams of one seed are independent of each other.
   uint64_t stream = 0;
-  /// How many calls were made; the next one has this number.
+  /// How many calls were made: the index of the next one.
   uint64_t call = 0;
 
   bool operator==(const State&) const = default;
@@ -78,13 +79,16 @@ TESSERA_API void manual_seed(uint64_t seed, const DeviceMesh& mesh);
 TESSERA_API Generator default_generator();
 TESSERA_API Generator default_generator(const DeviceMesh& mesh);
 
-/// While it lives, random calls on this thread draw from that generator.
+/// While alive, makes random calls of the calling thread draw from `generator`.
 class TESSERA_API GeneratorScope {
  public:
   explicit GeneratorScope(Generator generator);
   ~GeneratorScope();
   GeneratorScope(const GeneratorScope&) = delete;
   GeneratorScope& operator=(const GeneratorScope&) = delete;
+
+ private:
+  ThreadScope<std::optional<Generator>, GeneratorScope> scope_;
 };
 
 /// A stream that no other rank has, for numbers that should differ between ranks. It goes on until
@@ -110,8 +114,8 @@ struct TESSERA_API Snapshot {
 TESSERA_API Snapshot get_state();
 TESSERA_API void set_state(const Snapshot& snapshot);
 
-/// While it lives, the rank draws the numbers again that it drew after `snapshot` was taken; then it goes on
-/// from where it was. For computing activations again in the backward pass.
+/// While alive, makes the rank draw the numbers again that it drew after `snapshot` was taken; then the rank
+/// goes on from where it was. For computing activations again in the backward pass.
 class TESSERA_API ReplayScope {
  public:
   explicit ReplayScope(const Snapshot& snapshot);

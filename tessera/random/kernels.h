@@ -12,7 +12,7 @@
 /// of a header come from there.
 namespace tessera::random {
 
-/// One call of a random function: what all of its numbers depend on, besides their index.
+/// One call of a random function. Every value of it is a function of the draw and of the element's index.
 struct Draw {
   uint64_t key = 0;
   uint64_t call = 0;
@@ -26,7 +26,7 @@ enum class Kind : uint8_t {
   exponential,  // a * e, never 0
   log_normal,   // exp(a + b * z)
   cauchy,       // a + b * t
-  geometric,    // the least whole number that is not below a * e
+  geometric,    // the least integer that is not below a * e
 };
 inline constexpr int kKinds = 7;
 
@@ -36,11 +36,11 @@ struct Parameters {
 
 /// Elements are made in groups: of 64 if they have 32 bits, of 32 if they have 64. Counters are blocks: group
 /// g is made of blocks 16 g to 16 g + 15, and element 16 w + j of it of word w (or words 2 w and 2 w + 1) of
-/// block 16 g + j. So whole groups are made without moving numbers about.
+/// block 16 g + j. So a group is made without shuffling its elements.
 inline constexpr int64_t kBlocksInGroup = 16;
 inline constexpr int64_t group_size(bool wide) { return wide ? 32 : 64; }
 
-struct Kernel {
+struct FillKernel {
   /// Groups first, first + 1, ..., first + count - 1, one after the other.
   void (*groups)(const Draw& draw, const Parameters& parameters, uint64_t first, int64_t count, void* out);
   /// Elements by their indices; `count` is a multiple of kBlocksInGroup. Four times the work for each.
@@ -50,7 +50,7 @@ struct Kernel {
 
 /// By kind, and whether they are wide: float and 32 bits, or double and 64.
 struct Kernels {
-  Kernel of[kKinds][2];
+  FillKernel of[kKinds][2];
 };
 
 TESSERA_API const Kernels& baseline_kernels();
@@ -59,7 +59,7 @@ TESSERA_API const Kernels& avx2_kernels();
 TESSERA_API const Kernels& avx512_kernels();
 #endif
 
-/// Those for the machine that this is.
+/// The fastest ones that this machine can run.
 TESSERA_API const Kernels& kernels();
 
 }  // namespace tessera::random

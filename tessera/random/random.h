@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Plain tensors of the same numbers that distributed ones have: random::randn({4, 6}) is what
+/// Plain tensors of the same values that distributed ones have: random::randn({4, 6}) is what
 /// tessera::randn({4, 6}, mesh, placements).full_tensor() is at the same state, on any mesh and placed in any
 /// way. Each function makes one call, so ranks that share a generator must all make it.
 ///
@@ -20,7 +20,7 @@ TESSERA_API at::Tensor rand(c10::IntArrayRef size, const at::TensorOptions& opti
                             Generator generator = default_generator());
 TESSERA_API at::Tensor randn(c10::IntArrayRef size, const at::TensorOptions& options = {},
                              Generator generator = default_generator());
-/// Whole numbers in [low, high), by default of int64.
+/// Integers in [low, high), by default of int64.
 TESSERA_API at::Tensor randint(int64_t low, int64_t high, c10::IntArrayRef size,
                                const at::TensorOptions& options = {},
                                Generator generator = default_generator());
@@ -44,7 +44,7 @@ TESSERA_API const at::Tensor& bernoulli_(const at::Tensor& self, double p = 0.5,
                                          Generator generator = default_generator());
 TESSERA_API const at::Tensor& bernoulli_(const at::Tensor& self, const at::Tensor& p,
                                          Generator generator = default_generator());
-/// Whole numbers, up to the largest that the dtype has.
+/// Integers up to the largest that the dtype has.
 TESSERA_API const at::Tensor& random_(const at::Tensor& self, Generator generator = default_generator());
 TESSERA_API const at::Tensor& random_(const at::Tensor& self, int64_t from, std::optional<int64_t> to,
                                       Generator generator = default_generator());

@@ -165,7 +165,7 @@ at::Tensor multinomial_of(const at::Tensor& weights, int64_t count, bool replace
   Region numbers = region;
   if (!replacement) {
     numbers.shape.back() = classes;
-    numbers.pieces.back() = whole(classes);
+    numbers.pieces.back() = unsharded(classes);
   }
   const at::Tensor drawn =
       filled(numbers, at::kDouble, replacement ? Distribution::uniform() : Distribution::exponential(), draw);
@@ -181,8 +181,8 @@ at::Tensor multinomial_of(const at::Tensor& weights, int64_t count, bool replace
       int64_t last = classes - 1;
       while (weight[last] == 0) --last;
       for (const int64_t i : c10::irange(count)) {
-        const auto place = std::upper_bound(keys.begin(), keys.end(), number[i] * keys.back());
-        to[i] = std::min<int64_t>(place - keys.begin(), last);
+        const auto found = std::upper_bound(keys.begin(), keys.end(), number[i] * keys.back());
+        to[i] = std::min<int64_t>(found - keys.begin(), last);
       }
       number += count;
     } else {

@@ -17,8 +17,8 @@ namespace tessera::random {
 TESSERA_API void bernoulli_into(const at::Tensor& out, const at::Tensor& p, const Region& region,
                                 const Draw& draw);
 
-/// Normal numbers with these means and standard deviations, of which one may be a number (a tensor without
-/// dims); on the device and of the dtype that `options` say.
+/// Normal numbers with these means and standard deviations, of which one may be a scalar tensor; on the
+/// device and of the dtype that `options` say.
 TESSERA_API at::Tensor normal_of(const at::Tensor& mean, const at::Tensor& std,
                                  const at::TensorOptions& options, const Region& region, const Draw& draw);
 

@@ -2,6 +2,7 @@
 
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/placement/placement.h>
 
 #include <cstdint>
 #include <string_view>
@@ -19,11 +20,11 @@ struct LinkCost {
 
   bool operator==(const LinkCost&) const = default;
 
-  /// What is usual of a backend: "threads", "gloo", "nccl" or "fake". Of any other: as of gloo.
+  /// The default for a backend: "threads", "gloo", "nccl" or "fake"; for any other that of gloo.
   static TESSERA_API LinkCost of_backend(std::string_view name);
 };
 
-/// One link per mesh dim, or none for what is usual of the backend that carries the mesh's tensors.
+/// One link per mesh dim, or none for the default of the backend that carries the mesh's tensors.
 ///   CostModel{}                                  the default
 ///   CostModel{{{1e-4, 1e-9}, {2e-5, 1e-11}}}     dim 0 between machines, dim 1 within one
 struct CostModel {
@@ -36,5 +37,13 @@ struct CostModel {
 
 /// One collective over several mesh dims at once goes at the pace of the slowest of them.
 TESSERA_API LinkCost joint(c10::ArrayRef<LinkCost> links, c10::IntArrayRef mesh_dims);
+
+/// What it costs to bring a tensor from one placement to another on one mesh dim of `ranks` ranks, by the one
+/// step that the planner would take: seconds. `bytes`: of the tensor with this mesh dim unsharded. Local steps
+/// cost a hundredth of sending what they touch, so that among strategies that do not communicate the one wins
+/// that leaves tensors alone. Shard -> Partial moves nothing now, but counts as the reduction it leaves to do.
+///   P(sum) -> R: latency + 2 (n-1)/n bytes        S(0) -> R: latency + (n-1)/n bytes        R -> S(0): local
+TESSERA_API double transition_cost(const Placement& from, const Placement& to, int64_t ranks, double bytes,
+                                   const LinkCost& link);
 
 }  // namespace tessera

@@ -1,9 +1,9 @@
-#include <tessera/comm/joined.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/overlap.h>
+#include <tessera/redistribute/pieces.h>
 
 #include <algorithm>
 #include <limits>
@@ -48,34 +48,6 @@ at::Tensor window(at::Tensor tensor, const Box& box) {
     if (range.size != tensor.size(d)) tensor = tensor.narrow(d, range.offset, range.size);
   }
   return tensor;
-}
-
-// The box as one tensor: a view if it has no gaps.
-at::Tensor take(at::Tensor tensor, const Box& box) {
-  for (size_t d = 0; d < box.size(); ++d) {
-    if (box[d].size() > 1) {
-      Tensors parts;
-      for (const Range& range : box[d]) parts.push_back(tensor.narrow(d, range.offset, range.size));
-      tensor = joined(parts, d);
-    } else {
-      const Range range = box[d].empty() ? Range{} : box[d].front();
-      if (range.size != tensor.size(d)) tensor = tensor.narrow(d, range.offset, range.size);
-    }
-  }
-  return tensor;
-}
-
-void put(const at::Tensor& tensor, const Box& box, const at::Tensor& part, size_t dim = 0) {
-  if (part.numel() == 0) return;
-  if (dim == box.size()) {
-    tensor.copy_(part);
-    return;
-  }
-  int64_t done = 0;
-  for (const Range& range : box[dim]) {
-    put(tensor.narrow(dim, range.offset, range.size), box, part.narrow(dim, done, range.size), dim + 1);
-    done += range.size;
-  }
 }
 
 // How the tensors of a step lie in memory: densely, in the dim order of their spec. What is communicated is
@@ -200,7 +172,8 @@ class Runner {
   c10::IntArrayRef coordinate() const { return *mesh().get_coordinate(); }
   Group group() const { return mesh().get_group({step_.mesh_dims.begin(), step_.mesh_dims.end()}); }
   at::Tensor empty(c10::IntArrayRef shape) const { return memory_.empty(shape, local_.options()); }
-  std::vector<c10::DimVector> peers() const;
+  // The coordinates of the ranks that take part, in the order of the group.
+  std::vector<c10::DimVector> peers() const { return mesh().coordinates_along(step_.mesh_dims); }
 
   PendingTensor all_reduce() const;
   PendingTensor all_gather() const;
@@ -236,7 +209,7 @@ class Arrivals {
   }
   at::Tensor finish() const {
     for (size_t i = 0; i < parts_.size(); ++i) {
-      if (!in_place_[i]) put(output_, boxes_[i], parts_[i]);
+      if (!in_place_[i]) copy_into_pieces(output_, boxes_[i], parts_[i]);
     }
     return output_;
   }
@@ -247,19 +220,6 @@ class Arrivals {
   Tensors parts_;
   std::vector<bool> in_place_;
 };
-
-// The ranks that take part, in the order of the group.
-std::vector<c10::DimVector> Runner::peers() const {
-  std::vector<c10::DimVector> out{c10::DimVector(coordinate())};
-  for (const int64_t dim : step_.mesh_dims) {
-    std::vector<c10::DimVector> longer;
-    for (c10::DimVector& peer : out) {
-      for (peer[dim] = 0; peer[dim] < mesh().shape()[dim]; ++peer[dim]) longer.push_back(peer);
-    }
-    out = std::move(longer);
-  }
-  return out;
-}
 
 PendingTensor Runner::all_reduce() const {
   const Reduction reduction = reduction_of(before_, step_.mesh_dims);
@@ -288,7 +248,7 @@ PendingTensor Runner::reduce_scatter() const {
   const std::vector<Pieces> mine = before_.local_pieces();
   Tensors inputs;
   for (const auto& peer : peers()) {
-    inputs.push_back(memory_.dense(take(values, SharedBox(mine, after_.local_pieces(peer)).in_a)));
+    inputs.push_back(memory_.dense(select_pieces(values, SharedBox(mine, after_.local_pieces(peer)).in_a)));
   }
   const at::Tensor output = memory_.empty(after_.local_shape(), values.options());
   const bool even =
@@ -312,12 +272,12 @@ PendingTensor Runner::all_to_all() const {
   for (const auto& peer : peers()) {
     if (coordinate() == c10::IntArrayRef(peer)) {
       const SharedBox kept(held, needed);
-      put(output, kept.in_b, take(local_, kept.in_a));
+      copy_into_pieces(output, kept.in_b, select_pieces(local_, kept.in_a));
       inputs.push_back(empty(c10::DimVector(output.dim(), 0)));
       boxes.emplace_back(output.dim());
       continue;
     }
-    inputs.push_back(memory_.dense(take(local_, SharedBox(held, after_.local_pieces(peer)).in_a)));
+    inputs.push_back(memory_.dense(select_pieces(local_, SharedBox(held, after_.local_pieces(peer)).in_a)));
     boxes.push_back(SharedBox(before_.local_pieces(peer), needed).in_b);
   }
   const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes), memory_);
@@ -328,7 +288,7 @@ PendingTensor Runner::all_to_all() const {
 
 at::Tensor Runner::slice() const {
   if (c10::multiply_integers(after_.local_shape()) == 0) return empty(after_.local_shape());
-  return take(local_, SharedBox(before_.local_pieces(), after_.local_pieces()).in_a);
+  return select_pieces(local_, SharedBox(before_.local_pieces(), after_.local_pieces()).in_a);
 }
 
 // The value belongs to the first of the ranks that replicate it, unless all may keep it; of a shard, to the
@@ -351,8 +311,8 @@ at::Tensor Runner::to_partial() const {
   output.fill_(neutral_of(after_.placement(step_.mesh_dims[0]), after_.dtype()));
   if (mine) {
     const SharedBox kept(before_.local_pieces(), after_.local_pieces());
-    const at::Tensor value = take(local_, kept.in_a);
-    put(output, kept.in_b, factor == 1 ? value : value.mul(factor));
+    const at::Tensor value = select_pieces(local_, kept.in_a);
+    copy_into_pieces(output, kept.in_b, factor == 1 ? value : value.mul(factor));
   }
   return output;
 }
@@ -362,9 +322,6 @@ at::Tensor Runner::rescale() const {
   for (const int64_t i : step_.mesh_dims) {
     const auto count = static_cast<double>(mesh().shape()[i]);
     factor = after_.placement(i).op() == ReduceOp::avg ? factor * count : factor / count;
-  }
-  if (at::isIntegralType(after_.dtype(), /*includeBool=*/false)) {
-    return local_.mul(static_cast<int64_t>(factor));
   }
   return local_.mul(factor);
 }
@@ -399,18 +356,6 @@ at::Tensor run(const Plan& plan, size_t begin, size_t end, at::Tensor local, boo
   return local;
 }
 
-void check_local(const Plan& plan, const at::Tensor& local) {
-  const int64_t rank = plan.from.mesh().get_rank();
-  TESSERA_CHECK_VALUE(local.defined(), "rank ", rank, " has no local tensor: expected one of shape ",
-                      plan.from.local_shape(), ", its part of ", plan.from);
-  TESSERA_CHECK_VALUE(local.sizes() == plan.from.local_shape(), "rank ", rank,
-                      " has a local tensor of shape ", local.sizes(), ", but its part of ", plan.from,
-                      " has shape ", plan.from.local_shape());
-  TESSERA_CHECK_VALUE(local.scalar_type() == plan.from.dtype(), "rank ", rank,
-                      " has a local tensor of dtype ", to_text(local.scalar_type()), ", but ", plan.from,
-                      " is of dtype ", to_text(plan.from.dtype()));
-}
-
 // The values as they lie in memory, and nothing else.
 at::Tensor plain(const at::Tensor& local) {
   return (local.requires_grad() ? local.detach() : local).resolve_conj().resolve_neg();
@@ -433,7 +378,7 @@ at::Tensor PendingTensor::wait() {
 
 at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   if (!plan.from.mesh().is_member()) return local;
-  check_local(plan, local);
+  check_local(local, plan.from, "redistribute");
   if (plan.steps.empty()) return local;
   if (local.is_meta()) return new_memory(plan.to, local.options());
   const at::NoGradGuard no_grad;
@@ -446,7 +391,7 @@ PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
   if (last == 0 || !plan.from.mesh().is_member() || local.is_meta()) {
     return PendingTensor({}, [result = execute(plan, local)] { return result; });
   }
-  check_local(plan, local);
+  check_local(local, plan.from, "redistribute");
   const at::NoGradGuard no_grad;
   const at::Tensor values = run(plan, 0, last - 1, plain(local), false);
   const bool owned = std::any_of(plan.steps.begin(), plan.steps.begin() + last - 1,

@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/placement/text.h>
 #include <tessera/redistribute/memory.h>
 
 #include <cstdlib>
@@ -71,6 +72,18 @@ at::Tensor laid_out(const at::Tensor& local, const Spec& spec) {
   // Strides that are never used must be alike on all ranks too: results get theirs from them.
   if (spec.is_dense() && steps_alike(local, strides)) return local.as_strided(local.sizes(), strides);
   return at::empty_strided(local.sizes(), strides, local.options()).copy_(local);
+}
+
+void check_local(const at::Tensor& local, const Spec& spec, const char* what) {
+  const bool fits =
+      local.defined() && local.sizes() == spec.local_shape() && local.scalar_type() == spec.dtype();
+  if (fits) [[likely]]
+    return;
+  TESSERA_CHECK_VALUE(false, what, ": rank ", spec.mesh().get_rank(), " has ",
+                      local.defined()
+                          ? c10::str("a local tensor ", to_text(local.scalar_type()), local.sizes())
+                          : "no local tensor",
+                      ", but that of ", spec, " is ", to_text(spec.dtype()), spec.local_shape(), " there.");
 }
 
 void check_layout(const at::Tensor& local, const Spec& spec) {

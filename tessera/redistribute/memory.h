@@ -13,8 +13,7 @@
 ///   - If the spec is dense, the local tensor has the strides `spec.local_strides()`: dense, with its dims in
 ///     the same order.
 ///   - If it is not (the DTensor is a slice, a diagonal, an expanded tensor), local dims lie in the same
-///   order,
-///     and are of stride 1 where the spec says so.
+///     order, and are of stride 1 where the spec says so.
 /// Set TESSERA_CHECK_LAYOUT=1 to check this whenever a local tensor is used; debug builds always do.
 namespace tessera {
 
@@ -25,6 +24,10 @@ TESSERA_API at::Tensor laid_out(const at::Tensor& local, const Spec& spec);
 
 /// Throws unless `local` lies as `spec` says, if that is to be checked at all.
 TESSERA_API void check_layout(const at::Tensor& local, const Spec& spec);
+
+/// Throws unless `local` is defined and has the shape and dtype that `spec` gives this rank. The error begins
+/// with `what`, and names the rank and both sides.
+TESSERA_API void check_local(const at::Tensor& local, const Spec& spec, const char* what);
 
 /// New memory whose values nobody has written yet. With TESSERA_FILL_MEMORY=1 it is filled with NaN (integers
 /// with -1 or their largest value), so that results show where such values are read.

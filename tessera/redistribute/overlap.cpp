@@ -23,14 +23,6 @@ void for_each_shared(const Pieces& a, const Pieces& b, Found found) {
   }
 }
 
-void append(Pieces& pieces, Range range) {
-  if (!pieces.empty() && pieces.back().end() == range.offset) {
-    pieces.back().size += range.size;
-  } else {
-    pieces.push_back(range);
-  }
-}
-
 }  // namespace
 
 Overlap overlap(const Pieces& a, const Pieces& b) {

@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// What two ranks both hold of one tensor dim, as positions in the local tensor of either. Both lists have
-/// the same length in elements and name the same elements in the same order.
+/// The elements of one tensor dim that two ranks have in common, as positions in the local tensor of either.
+/// Both lists have the same length in elements and name the same elements in the same order.
 struct Overlap {
   Pieces in_a;
   Pieces in_b;

@@ -13,19 +13,19 @@
 
 #include <c10/util/SmallVector.h>
 
-/// How a tensor gets from one layout to another: a pure function of two specs. No rank is asked anything, so
-/// it can be called on any rank, in the mesh or not, and gives all of them the same answer.
+/// How a tensor gets from one layout to another: a pure function of two specs. It communicates nothing, so it
+/// can be called on any rank, in the mesh or not, and gives all of them the same answer.
 
 namespace tessera {
 
 enum class StepKind : uint8_t {
-  all_gather,      ///< the innermost cuts by these mesh dims are undone: S -> R
+  all_gather,      ///< S -> R, of mesh dims that are the innermost in the shard order of a tensor dim
   all_reduce,      ///< P -> R
-  reduce_scatter,  ///< P -> S, the new cut being the innermost of its tensor dim
-  all_to_all,  ///< every rank receives exactly what it needs and lacks: S -> S', cuts in another order, ...
-  slice,       ///< no communication: every rank keeps a part of what it holds, R -> S
-  to_partial,  ///< no communication: R -> P, and S -> P with the neutral element around the shard
-  rescale,     ///< no communication: P(sum) <-> P(avg)
+  reduce_scatter,  ///< P -> S, innermost in the shard order of the tensor dim
+  all_to_all,      ///< S -> S', another shard order, ...: every rank receives exactly what it needs and lacks
+  slice,           ///< no communication: R -> S, every rank keeps some of its elements
+  to_partial,      ///< no communication: R -> P, and S -> P with the neutral element around the shard
+  rescale,         ///< no communication: P(sum) <-> P(avg)
 };
 
 /// "all_gather", ...
@@ -36,14 +36,14 @@ struct Step {
   /// Whose ranks take part, as one group that counts them row-major in this order. For local steps: whose
   /// placements change.
   c10::SmallVector<int64_t, 4> mesh_dims;
-  /// The tensor dims that are cut differently after the step, in ascending order.
+  /// The tensor dims that are sharded differently after the step, in ascending order.
   c10::SmallVector<int64_t, 4> tensor_dims;
-  /// Of what is reduced, or becomes partial. avg is that of all mesh dims; sum if only some average.
+  /// The reduction of what is reduced or becomes partial: avg if all mesh dims average, sum if only some do.
   std::optional<ReduceOp> op;
-  /// What the ranks hold after the step.
+  /// The spec of the tensor after the step.
   Spec after;
-  /// What the busiest rank receives. An all_reduce of n ranks counts 2 (n-1)/n times what they hold and a
-  /// reduce_scatter n-1 times what each gets, as in a ring. In an exchange among more than 64 ranks the
+  /// What the busiest rank receives. An all_reduce of n ranks counts 2 (n-1)/n times the local tensor and a
+  /// reduce_scatter n-1 times what each gets, as in a ring. In an all_to_all among more than 64 ranks the
   /// busiest one is sought at the corners of the mesh only.
   int64_t bytes = 0;
   /// By the cost model.
@@ -73,11 +73,11 @@ struct TESSERA_API Plan {
 /// The cheapest steps known from one layout to the other, under `costs`. Both specs must have the same mesh,
 /// global shape and dtype; strides do not matter. Without steps if nothing has to be done.
 ///
-///   - S -> S' is one all_to_all, P -> S one reduce_scatter, R -> S a slice; through Replicate only if asked.
-///   - Mesh dims that do the same are done by one collective over their joint group.
-///   - Where several mesh dims cut one tensor dim, only the innermost cut can be gathered alone, and a new
-///   cut
-///     becomes the innermost. Anything else (another order, strided shards, outer cuts) is one all_to_all.
+///   - S -> S' is one all_to_all, P -> S one reduce_scatter, R -> S a slice; nothing goes through Replicate
+///     unless that is the target.
+///   - Mesh dims that change in the same way share one collective over their joint group.
+///   - Where several mesh dims shard one tensor dim, only the innermost can be gathered alone, and a new one
+///     becomes the innermost. Anything else (another order, strided shards, outer shards) is one all_to_all.
 ///   - Mesh dims of size 1 cost nothing.
 ///
 /// Found by a best-first search over layouts; the time does not depend on the number of ranks.

@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/redistribute/cost.h>
 #include <tessera/rules/choose.h>
 
 #include <algorithm>
@@ -12,26 +13,27 @@ namespace {
 
 constexpr double kImpossible = 1e30;
 
-/// What it takes, in units of the tensor's bytes on one rank's link, to place along a mesh dim of `n` ranks
-/// what is `from` as `to`. A rough price, to choose between rows; the planner of redistributions finds the
-/// real way.
-double price(const Placement& from, const Placement& to, int64_t n) {
-  if (from == to) return 0;
-  if (n == 1) return 0.001;  // nothing moves, but there is no reason either
-  const auto parts = static_cast<double>(n);
-  const double share = (parts - 1) / parts;
-  if (from.is_replicate()) return to.is_partial() ? 0.02 : 0.01;  // a slice: no communication, but some work
-  if (from.is_partial()) return to.is_replicate() ? 2 * share : to.is_partial() ? 2 * share : share;
-  // A shard as a partial sum moves nothing now, but each rank has to hold, and later to reduce, all of it.
-  return to.is_shard_like() ? share / parts : share;
+/// Bytes of a tensor on a rank, if mesh dim `m` did not shard it.
+double bytes_without(const Spec& spec, size_t m) {
+  auto bytes = static_cast<double>(std::max<int64_t>(1, spec.numel())) *
+               static_cast<double>(c10::elementSize(spec.dtype()));
+  for (const size_t other : c10::irange(spec.placements().size())) {
+    if (other != m && spec.placement(other).is_shard_like())
+      bytes /= static_cast<double>(spec.mesh().shape()[other]);
+  }
+  return bytes;
 }
 
-double bytes_of(const Spec& spec) {
-  return static_cast<double>(std::max<int64_t>(1, spec.numel())) *
-         static_cast<double>(c10::elementSize(spec.dtype()));
+/// Sums and averages of integers are not multiples of each other: they are rounded, and wrap around.
+double redistribution_cost(const Spec& spec, size_t m, const Placement& from, const Placement& to,
+                           const LinkCost& link) {
+  const bool rescales = from.is_partial() && to.is_partial() && from != to &&
+                        at::isIntegralType(spec.dtype(), /*includeBool=*/true);
+  return transition_cost(from, rescales ? Replicate() : to, spec.mesh().shape()[m], bytes_without(spec, m),
+                         link);
 }
 
-/// What a strategy leaves open: how cuts are strided, and which partial placement is meant.
+/// What a strategy leaves open: how shards are strided, and which partial placement is meant.
 struct Variant {
   int64_t split = 1;
   std::optional<Placement> partial = {};
@@ -50,19 +52,21 @@ bool agree(const Placements& chosen, const Placement& next) {
   });
 }
 
-/// The rows of one call, put together mesh dim by mesh dim.
-class Choice {
+/// The strategies of one call, chosen mesh dim by mesh dim.
+class Chooser {
  public:
-  Choice(const OpCall& call, const Strategies& strategies, c10::ArrayRef<int64_t> returned)
+  Chooser(const OpCall& call, const Strategies& strategies, c10::ArrayRef<int64_t> returned)
       : call_(call),
-        proposal_(strategies),
+        strategies_(strategies),
         returned_(returned),
         mesh_(call.tensors[0].mesh()),
-        parts_(strategies.options.size(), 1),
+        links_(CostModel().of(mesh_)),
+        shards_(strategies.options.size(), 1),
         inputs_(call.tensors.size()) {
-    whole_.inputs.assign(call.tensors.size(), Replicate());
-    whole_.outputs.assign(strategies.options.empty() ? 1 : strategies.options[0].outputs.size(), Replicate());
-    outputs_.resize(whole_.outputs.size());
+    replicated_.inputs.assign(call.tensors.size(), Replicate());
+    replicated_.outputs.assign(strategies.options.empty() ? 1 : strategies.options[0].outputs.size(),
+                               Replicate());
+    outputs_.resize(replicated_.outputs.size());
     for (const size_t i : c10::irange(call.tensors.size())) {
       const Spec& spec = call.tensors[i];
       if (!spec.order().empty() && (order_.empty() || call.written[i])) order_ = spec.order();
@@ -80,19 +84,19 @@ class Choice {
       decision.written.back() =
           spec.with_placements(returned_[i] < 0 ? inputs_[i] : output(returned_[i]), order_);
     }
-    const size_t count = std::max(outputs_.size(), proposal_.results.size());
+    const size_t count = std::max(outputs_.size(), strategies_.results.size());
     for (const size_t i : c10::irange(count)) {
       decision.outputs.push_back({mesh_, output(i), order_, result(i)});
     }
-    decision.has_local = static_cast<bool>(proposal_.localize);
-    if (proposal_.localize) decision.local = proposal_.localize(chosen(decision));
+    decision.has_local = static_cast<bool>(strategies_.localize);
+    if (strategies_.localize) decision.local = strategies_.localize(chosen(decision));
     return decision;
   }
 
  private:
-  const Placements& output(size_t number) const { return outputs_[outputs_.size() == 1 ? 0 : number]; }
-  const Placement& output(const Strategy& strategy, size_t number) const {
-    return strategy.outputs[strategy.outputs.size() == 1 ? 0 : number];
+  const Placements& output(size_t index) const { return outputs_[outputs_.size() == 1 ? 0 : index]; }
+  const Placement& output(const Strategy& strategy, size_t index) const {
+    return strategy.outputs[strategy.outputs.size() == 1 ? 0 : index];
   }
 
   void choose(size_t m) {
@@ -108,7 +112,7 @@ class Choice {
         partials.push_back({1, now});
     }
     const int64_t n = mesh_.shape()[m];
-    const Strategy* best = &whole_;
+    const Strategy* best = &replicated_;
     Variant best_variant;
     double lowest = kImpossible;
     auto consider = [&](const Strategy& strategy, const Variant& variant) {
@@ -118,9 +122,9 @@ class Choice {
       best = &strategy;
       best_variant = variant;
     };
-    for (const size_t r : c10::irange(proposal_.options.size())) {
-      const Strategy& strategy = proposal_.options[r];
-      if (strategy.divisor && strategy.divisor % (parts_[r] * n) != 0) continue;
+    for (const size_t r : c10::irange(strategies_.options.size())) {
+      const Strategy& strategy = strategies_.options[r];
+      if (strategy.divisor && strategy.divisor % (shards_[r] * n) != 0) continue;
       if (strategy.mesh_dim != -1 && strategy.mesh_dim != static_cast<int64_t>(m)) continue;
       if (strategy.any_partial) {
         for (const Variant& variant : partials) consider(strategy, variant);
@@ -130,14 +134,13 @@ class Choice {
       if (strategy.divisor || strategy.contiguous || strategy.mesh_dim != -1) continue;
       for (const Variant& variant : splits) consider(strategy, variant);
     }
-    consider(whole_, {});
+    consider(replicated_, {});
     for (const size_t i : c10::irange(inputs_.size())) inputs_[i].push_back(best_variant(best->inputs[i]));
     for (const size_t i : c10::irange(outputs_.size())) outputs_[i].push_back(best_variant(best->outputs[i]));
-    if (best != &whole_) parts_[best - proposal_.options.data()] *= n;
+    if (best != &replicated_) shards_[best - strategies_.options.data()] *= n;
   }
 
   double cost_of(const Strategy& strategy, const Variant& variant, size_t m, double limit) const {
-    const int64_t n = mesh_.shape()[m];
     double cost = 0;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Placement& now = call_.tensors[i].placement(m);
@@ -147,10 +150,10 @@ class Choice {
       if (then.is_partial(ReduceOp::avg) && !strategy.any_partial &&
           at::isIntegralType(call_.tensors[i].dtype(), /*includeBool=*/true))
         return kImpossible;
-      cost += bytes_of(call_.tensors[i]) * price(now, then, n);
+      cost += redistribution_cost(call_.tensors[i], m, now, then, links_[m]);
       if (call_.written[i]) {
         const Placement after = returned_[i] < 0 ? then : variant(output(strategy, returned_[i]));
-        cost += bytes_of(call_.tensors[i]) * price(after, now, n);
+        cost += redistribution_cost(call_.tensors[i], m, after, now, links_[m]);
       }
       if (cost >= limit) return cost;
     }
@@ -160,22 +163,23 @@ class Choice {
     return cost;
   }
 
-  /// What is known of a result: what the rule says, or what its cuts tell.
-  Result result(size_t number) const {
-    if (!proposal_.results.empty()) {
-      TESSERA_CHECK(number < proposal_.results.size() || proposal_.results.size() == 1, call_.schema->name(),
-                    ": its sharding rule tells of ", proposal_.results.size(),
-                    " results, but there is a number ", number, ".");
-      return proposal_.results[proposal_.results.size() == 1 ? 0 : number];
+  /// What is known of a result: what the rule says, or what its shardings tell.
+  Result result(size_t index) const {
+    if (!strategies_.results.empty()) {
+      TESSERA_CHECK(index < strategies_.results.size() || strategies_.results.size() == 1,
+                    call_.schema->name(), ": its sharding rule describes ", strategies_.results.size(),
+                    " results, but there is one of index ", index, ".");
+      return strategies_.results[strategies_.results.size() == 1 ? 0 : index];
     }
     Result known;
-    for (const Strategy& strategy : proposal_.options) {
-      const Placement& cut = output(strategy, number);
-      if (!cut.is_shard()) continue;
+    for (const Strategy& strategy : strategies_.options) {
+      const Placement& shard = output(strategy, index);
+      if (!shard.is_shard()) continue;
       for (const size_t i : c10::irange(strategy.inputs.size())) {
         if (!strategy.inputs[i].is_shard()) continue;
-        if (static_cast<int64_t>(known.shape.size()) <= cut.dim()) known.shape.resize(cut.dim() + 1, kLocal);
-        known.shape[cut.dim()] = call_.tensors[i].shape()[strategy.inputs[i].dim()];
+        if (static_cast<int64_t>(known.shape.size()) <= shard.dim())
+          known.shape.resize(shard.dim() + 1, kLocal);
+        known.shape[shard.dim()] = call_.tensors[i].shape()[strategy.inputs[i].dim()];
         break;
       }
     }
@@ -187,7 +191,8 @@ class Choice {
     for (const auto& output : decision.outputs) {
       result.outputs.emplace_back();
       const auto& shape = output.result.shape;
-      if (proposal_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end()) continue;
+      if (strategies_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end())
+        continue;
       result.outputs.back() =
           Spec(output.mesh, output.placements, shape, std::nullopt, call_.tensors[0].dtype(), output.order);
     }
@@ -195,12 +200,13 @@ class Choice {
   }
 
   const OpCall& call_;
-  const Strategies& proposal_;
+  const Strategies& strategies_;
   const c10::ArrayRef<int64_t> returned_;
   const DeviceMesh& mesh_;
-  Strategy whole_;
+  const c10::SmallVector<LinkCost, 4> links_;
+  Strategy replicated_;
   ShardOrder order_;
-  std::vector<int64_t> parts_;  // that each strategy makes so far
+  std::vector<int64_t> shards_;  // that each strategy makes so far
   std::vector<Placements> inputs_, outputs_;
 };
 
@@ -225,7 +231,8 @@ void keep_memory_format(const OpCall& call, ChosenStrategy& decision) {
   }
 }
 
-std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call, c10::ArrayRef<int64_t> returned) {
+std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call,
+                                         c10::ArrayRef<int64_t> returned) {
   auto strategies = rule.propose(call);
   if (!strategies) return std::nullopt;
   if (strategies->decompose) {
@@ -234,13 +241,13 @@ std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call, c
     decision.local.writes = strategies->writes;
     return decision;
   }
-  ChosenStrategy decision = Choice(call, *strategies, returned).decide();
+  ChosenStrategy decision = Chooser(call, *strategies, returned).decide();
   if (rule.keeps_memory_format) keep_memory_format(call, decision);
   return decision;
 }
 
 /// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and
-/// must be replicated. Only numbers among these are written.
+/// must be replicated. Only scalar tensors among these are written.
 std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call) {
   std::vector<std::vector<size_t>> items;
   ChosenStrategy decision;
@@ -252,17 +259,17 @@ std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call)
     if (type->kind() != c10::TypeKind::ListType) {
       const Spec& shared = call.tensors[i];
       if (call.written[i] && shared.ndim() > 0) return std::nullopt;
-      decision.inputs[i] = shared.with_placements(Placements(shared.mesh().ndim(), Replicate()));
+      decision.inputs[i] = shared.with_placements(replicated(shared.mesh()));
       if (call.written[i]) decision.written[i] = decision.inputs[i];
       ++i;
       continue;
     }
-    size_t number = 0;
-    for (; i < call.tensors.size() && call.positions[i] == position; ++i, ++number) {
-      if (number == items.size()) items.emplace_back();
-      items[number].push_back(i);
+    size_t index = 0;
+    for (; i < call.tensors.size() && call.positions[i] == position; ++i, ++index) {
+      if (index == items.size()) items.emplace_back();
+      items[index].push_back(i);
     }
-    if (number != items.size()) return std::nullopt;  // some are plain, or lists differ in length
+    if (index != items.size()) return std::nullopt;  // some are plain, or lists differ in length
   }
   for (const auto& item : items) {
     OpCall part{.schema = call.schema, .arguments = call.arguments, .readable = call.readable};

@@ -11,14 +11,14 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
-/// Letters: each tensor dim has one, and dims that must be cut alike have the same.
+/// Letters: each tensor dim has one, and dims that must be sharded alike have the same.
 ///
-///   mm       "mk,kn->mn"   cut m: [S(0), R] -> S(0)    cut n: [R, S(1)] -> S(1)    cut k: [S(1), S(0)] ->
-///   P(sum) add      "ab,b->ab"    cut a: [S(0), R] -> S(0)    cut b: [S(1), S(0)] -> S(1) sum(1)   "ab->a"
-///   cut a: S(0) -> S(0)         cut b: S(1) -> P(sum)
+///   mm       "mk,kn->mn"   shard m: [S(0), R] -> S(0)   n: [R, S(1)] -> S(1)   k: [S(1), S(0)] -> P(sum)
+///   add      "ab,b->ab"    shard a: [S(0), R] -> S(0)   b: [S(1), S(0)] -> S(1)
+///   sum(1)   "ab->a"       shard a: S(0) -> S(0)        b: S(1) -> P(sum)
 namespace tessera::rules {
 
-/// kUnsharded for a dim that cannot be cut, as an element of the result depends on all of it or it has size 1
+/// kUnsharded for a dim that cannot be sharded: an element of the result depends on all of it, or it has size 1
 /// where others are larger.
 using Letters = c10::SmallVector<char, 6>;
 inline constexpr char kUnsharded = '.';
@@ -31,7 +31,7 @@ TESSERA_API Letters identity(size_t ndim);
 struct Einsum {
   std::vector<Letters> inputs;
   std::vector<Letters> outputs;
-  /// What an output that lacks a letter holds if that letter is cut. Nothing: it cannot be.
+  /// What an output that lacks a letter is if that letter is sharded. Nothing: it cannot be.
   std::optional<Placement> contracted = Partial();
   /// Sets of inputs that may be partial sums, or averages, at once, with the others replicated; the outputs
   /// are then too. add: {{0, 1}}; mul: {{0}, {1}}.
@@ -58,8 +58,8 @@ TESSERA_API std::optional<Einsum> from_equation(std::string_view equation, c10::
 TESSERA_API std::optional<std::map<char, int64_t>> letter_sizes(const std::vector<Letters>& tensors,
                                                                 const std::vector<c10::IntArrayRef>& shapes);
 
-/// The rows of an einsum, those first that keep the outputs cut. Letters of outputs that no input has are not
-/// cut.
+/// The strategies of an einsum, those first that keep the outputs sharded. Letters of outputs that no input has
+/// are not sharded.
 TESSERA_API std::vector<Strategy> strategies_of(const Einsum& einsum);
 
 }  // namespace tessera::rules

@@ -266,13 +266,14 @@ using Form = std::variant<ByFunction, Pointwise, Pattern, Reduction, UnshardedDi
 
 /// The tensors that sets of arguments are, as indices into the call's, as far as all of a set are there. None
 /// is of bool, which has no sums.
-std::vector<std::vector<size_t>> linear_tensors(const OpCall& call, const std::vector<Names>& linear);
+TESSERA_API std::vector<std::vector<size_t>> linear_tensors(const OpCall& call,
+                                                            const std::vector<Names>& linear);
 
 /// Whether partial sums may be converted, each by itself, to the dtype that the call asks for, if it does.
-bool converts_partial_values(const OpCall& call);
+TESSERA_API bool converts_partial_values(const OpCall& call);
 
 /// The dims that a call reduces, as Reduction says, and what is left.
-struct ReducedDims {
+struct TESSERA_API ReducedDims {
   std::vector<int64_t> dims;  // ascending
   bool keep = false;
   std::vector<int64_t> shape;  // of the result
@@ -287,7 +288,8 @@ struct ReducedDims {
 };
 
 /// Ranks that hold nothing of what is reduced have these values. `real`: of the real dtype of complex ones.
-Localize neutral_if_empty(std::vector<int64_t> dims, std::vector<double> values, bool real = false);
+TESSERA_API Localize neutral_if_empty(std::vector<int64_t> dims, std::vector<double> values,
+                                      bool real = false);
 
 /// One line for people.
 TESSERA_API std::string text(const Form& form);

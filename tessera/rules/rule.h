@@ -29,8 +29,8 @@ struct TESSERA_API Rule {
   Rule(Form form, Names reads);
   /// Tables list forms.
   template <class T>
-    requires std::is_constructible_v<Form, T> && (!std::is_same_v<T, Rule>)
-  Rule(T form) : Rule(Form(std::move(form)), Names()) {}  // NOLINT(google-explicit-constructor)
+  requires std::is_constructible_v<Form, T> &&(!std::is_same_v<T, Rule>)Rule(T form)
+      : Rule(Form(std::move(form)), Names()) {}  // NOLINT(google-explicit-constructor)
   Rule(std::string text, std::function<std::optional<Strategies>(const OpCall&)> propose, Names reads = {},
        std::string why = {});
 
@@ -59,8 +59,18 @@ struct TESSERA_API Rule {
   /// Results are channels last if an input of as many dims is, unless the rule says their strides.
   bool keeps_memory_format = false;
   /// The operator can be tried on tensors of one element, to find out which dtypes it takes: it reads no
-  /// sizes or positions from its arguments that it would trust, and draws no random numbers.
+  /// sizes or positions from its arguments that it would trust. A random one is tried with a generator that
+  /// nobody else draws from, if it takes one.
   bool can_be_tried = false;
+  /// Under LossParallel (dispatch/guards.h) the operator's inputs must not be gathered.
+  bool for_loss_parallel = false;
+  /// The tensors whose values the operator may refuse, as an index out of range. Where ranks hold different
+  /// elements of them, they agree by a small reduction whether any of them refuses, unless they communicate
+  /// otherwise.
+  std::vector<std::string> checks_values_of = {};
+  /// Of an operator that cannot be tried: whether it may refuse tensors of these dtypes. Null: it refuses
+  /// none.
+  bool (*may_refuse_dtypes)(c10::ArrayRef<at::ScalarType>) = nullptr;
 };
 
 /// The rule of an operator, or null if it has none; good until the end of the process. `is_pointwise`:

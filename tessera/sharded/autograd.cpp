@@ -6,6 +6,7 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 /// What autograd knows of a sharded tensor: gradients come to its local tensors, and are those of the whole.
@@ -13,7 +14,34 @@ namespace tessera::sharded {
 
 namespace {
 
+using torch::autograd::Node;
 using torch::autograd::variable_list;
+
+/// Stands for the whole where an edge leads to the node that accumulates the gradient of its first local
+/// tensor, whose own is input 0.
+constexpr uint32_t kInputOfWhole = 1;
+
+/// Called before gradients come to the first of some local tensors, whose accumulators these are. Throws if
+/// autograd was asked for the gradient of the whole in a way that these cannot answer.
+void check_inputs(const std::vector<Node*>& accumulators) {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (!wanted || wanted->empty()) return;  // all there are
+  const auto first = wanted->find(accumulators[0]);
+  if (first != wanted->end() && first->second.captures_) {
+    for (const auto& capture : *first->second.captures_) {
+      TESSERA_CHECK(capture.input_idx_ != kInputOfWhole,
+                    "grad: gradients come to the local shards of a sharded tensor. Ask for those of "
+                    "local_tensors().");
+    }
+    return;
+  }
+  for (Node* accumulator : accumulators) {
+    const auto found = wanted->find(accumulator);
+    TESSERA_CHECK(found != wanted->end() && found->second.should_execute(), "backward: 'inputs' name one of ",
+                  accumulators.size(),
+                  " local shards that a sharded tensor has on this rank. Pass all of local_tensors().");
+  }
+}
 
 /// The history of a whole whose local tensors have one: hands its gradient to them.
 struct ToLocalTensors final : torch::autograd::Node {
@@ -67,7 +95,22 @@ struct ShardedTensorImpl::Meta final : torch::autograd::AutogradMeta {
     return grad_;
   }
 
+  /// Makes what names the whole among the `inputs` of backward name its local tensors. libtorch looks for the
+  /// accumulator of an input before it asks anything else.
+  void accept_as_input(const std::vector<at::Tensor>& locals) {
+    std::vector<c10::intrusive_ptr<Node>> found;
+    for (const at::Tensor& local : locals) found.push_back(torch::autograd::impl::grad_accumulator(local));
+    if (found == accumulators) return;
+    accumulators = std::move(found);
+    grad_accumulator_ = c10::weak_intrusive_ptr<Node>(accumulators[0]);
+    output_nr_ = kInputOfWhole;
+    std::vector<Node*> nodes;
+    for (const auto& accumulator : accumulators) nodes.push_back(accumulator.get());
+    locals[0].register_hook([nodes = std::move(nodes)](const at::Tensor&) { check_inputs(nodes); });
+  }
+
   ShardedTensorImpl& whole;
+  std::vector<c10::intrusive_ptr<Node>> accumulators;  // of the local tensors, if they are leaves
 };
 
 ShardedTensorImpl::Meta& ShardedTensorImpl::meta() {
@@ -122,9 +165,11 @@ void ShardedTensorImpl::agree_on_requires_grad() {
       if (local.requires_grad() != known) wanted = !known;
     }
   }
-  if (wanted == known && wanted == whole.requires_grad_) return;
-  whole.requires_grad_ = known = wanted;
-  for (const at::Tensor& local : locals) local.set_requires_grad(wanted);
+  if (wanted != known || wanted != whole.requires_grad_) {
+    whole.requires_grad_ = known = wanted;
+    for (const at::Tensor& local : locals) local.set_requires_grad(wanted);
+  }
+  if (wanted) whole.accept_as_input(locals);
 }
 
 void ShardedTensorImpl::take_written_grad() {

@@ -123,13 +123,13 @@ class Search {
       low = std::min(low, begin[i]);
       high = std::max(high, begin[i]);
     }
-    Ids whole, part;
+    Ids spanning, part;
     for (const uint32_t i : covers) {
       if (cover_end[i] <= low || before<swapped>(high, cover_begin[i])) continue;
       const bool contains_all = !before<swapped>(low, cover_begin[i]) && cover_end[i] > high;
-      (contains_all ? whole : part).push_back(i);
+      (contains_all ? spanning : part).push_back(i);
     }
-    if (swapped ? search(others, whole, level - 1) : search(whole, others, level - 1)) return true;
+    if (swapped ? search(others, spanning, level - 1) : search(spanning, others, level - 1)) return true;
     if (part.empty()) return false;
 
     // Some begin is not `low`, or each cover would contain all or none.
@@ -138,15 +138,15 @@ class Search {
     for (const uint32_t i : others) begins.push_back(begin[i]);
     const auto middle = begins.begin() + static_cast<std::ptrdiff_t>(begins.size() / 2);
     std::nth_element(begins.begin(), middle, begins.end());
-    int64_t cut = *middle;
-    if (cut == low) {
-      cut = high;
+    int64_t boundary = *middle;
+    if (boundary == low) {
+      boundary = high;
       for (const int64_t value : begins) {
-        if (value > low) cut = std::min(cut, value);
+        if (value > low) boundary = std::min(boundary, value);
       }
     }
     Ids left, right;
-    for (const uint32_t i : others) (begin[i] < cut ? left : right).push_back(i);
+    for (const uint32_t i : others) (begin[i] < boundary ? left : right).push_back(i);
     return contain<swapped>(part, left, level) || contain<swapped>(part, right, level);
   }
 

@@ -14,7 +14,7 @@
 
 namespace tessera::sharded {
 
-/// A box in n dims; it does not own its numbers.
+/// A box in n dims; it does not own its offsets and sizes.
 struct Box {
   c10::IntArrayRef offsets;
   c10::IntArrayRef sizes;

@@ -17,21 +17,6 @@ namespace tessera::sharded {
 
 namespace {
 
-/// All coordinates of a mesh, row-major.
-std::vector<c10::DimVector> coordinates(const DeviceMesh& mesh) {
-  std::vector<c10::DimVector> result;
-  for (const int64_t index : c10::irange(mesh.size())) {
-    c10::DimVector coordinate(mesh.ndim());
-    int64_t rest = index;
-    for (int64_t dim = mesh.ndim() - 1; dim >= 0; --dim) {
-      coordinate[dim] = rest % mesh.size(dim);
-      rest /= mesh.size(dim);
-    }
-    result.push_back(std::move(coordinate));
-  }
-  return result;
-}
-
 /// The boxes that the rank at a coordinate holds, in the order in which they lie in its local tensor: one for
 /// each choice of a piece per dim. Empty if it holds nothing.
 std::vector<ShardMetadata> boxes_at(const Spec& spec, c10::IntArrayRef coordinate, at::Device device) {
@@ -66,11 +51,11 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
   log_call("sharded::to_dtensor", [&] { return tensor.metadata().str(); });
   const Spec spec(mesh, placements, tensor.sizes(), std::nullopt, tensor.scalar_type());
   TESSERA_CHECK_VALUE(!spec.has_partial(), "to_dtensor: a sharded tensor cannot become a partial one, as ",
-                      spec, "; place it otherwise, and redistribute it.");
+                      spec, "; give placements that shard it, and redistribute it.");
   for (const int64_t dim : c10::irange(mesh.ndim())) {
     TESSERA_CHECK_VALUE(!spec.placement(dim).is_replicate() || mesh.size(dim) == 1,
                         "to_dtensor: a sharded tensor cannot become a replicated one at once, as ", spec,
-                        "; place it sharded on all mesh dims, and redistribute it.");
+                        "; shard it on all mesh dims, and redistribute it.");
   }
   std::vector<int64_t> its = tensor.process_group().ranks(), meshes = mesh.ranks();
   std::sort(its.begin(), its.end());
@@ -84,21 +69,22 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
   }
   bool fits = true;
   std::vector<ShardMetadata> wanted;
-  for (const c10::DimVector& coordinate : coordinates(mesh)) {
+  for (const c10::DimVector& coordinate : mesh.coordinates()) {
     const int64_t rank = mesh.rank_at(coordinate);
     auto boxes = boxes_at(spec, coordinate, at::Device(mesh.device_type()));
-    TESSERA_CHECK_VALUE(boxes.size() <= 1, "to_dtensor: under ", spec, " rank ", rank, " holds ",
-                        boxes.size(), " boxes of the tensor; place it otherwise, and redistribute it.");
+    TESSERA_CHECK_VALUE(boxes.size() <= 1, "to_dtensor: under ", spec, " rank ", rank, " has ", boxes.size(),
+                        " boxes of the tensor; give placements that shard it, and redistribute it.");
     const auto& mine = held[rank];
     fits &= mine.size() == boxes.size();
     if (fits && !boxes.empty())
       fits = mine[0]->shard_offsets == boxes[0].shard_offsets && mine[0]->shard_sizes == boxes[0].shard_sizes;
     std::move(boxes.begin(), boxes.end(), std::back_inserter(wanted));
   }
-  ShardedTensor cut = tensor;
-  if (!fits) cut = tensor.reshard(EnumerableShardingSpec(std::move(wanted)));
+  ShardedTensor resharded = tensor;
+  if (!fits) resharded = tensor.reshard(EnumerableShardingSpec(std::move(wanted)));
   at::Tensor local;
-  for (const at::Tensor& each : cut.local_tensors()) {  // one at least: so all ranks take part in backward
+  for (const at::Tensor& each :
+       resharded.local_tensors()) {  // one at least: so all ranks take part in backward
     if (each.numel() > 0 || !local.defined()) local = each;
   }
   local = local.reshape(spec.local_shape());
@@ -148,7 +134,7 @@ ShardedTensor from_dtensor(const DTensor& tensor) {
     shards = state.spec->build_metadata(tensor.sizes(), {}).shards_metadata;
     mine = local_part(shards, *state.members);
   } else {
-    for (const c10::DimVector& coordinate : coordinates(mesh)) {
+    for (const c10::DimVector& coordinate : mesh.coordinates()) {
       if (is_replica(spec, coordinate)) continue;
       auto boxes = boxes_at(spec, coordinate, device);
       if (mesh.rank_at(coordinate) == mesh.get_rank()) mine = boxes;
@@ -174,16 +160,16 @@ ShardedTensor from_dtensor(const DTensor& tensor) {
   } else {
     if (tensor.numel() == 0) local = local.reshape(mine[0].shard_sizes);
     // In the local tensor the pieces of each dim lie one after the other.
-    std::vector<std::map<int64_t, int64_t>> place(tensor.dim());
+    std::vector<std::map<int64_t, int64_t>> local_offset(tensor.dim());
     for (const int64_t dim : c10::irange(tensor.dim())) {
-      for (const ShardMetadata& box : mine) place[dim][box.shard_offsets[dim]] = box.shard_sizes[dim];
+      for (const ShardMetadata& box : mine) local_offset[dim][box.shard_offsets[dim]] = box.shard_sizes[dim];
       int64_t next = 0;
-      for (auto& [offset, size] : place[dim]) next += std::exchange(size, next);
+      for (auto& [offset, size] : local_offset[dim]) next += std::exchange(size, next);
     }
     for (ShardMetadata& box : mine) {
       at::Tensor part = local;
       for (const int64_t dim : c10::irange(tensor.dim()))
-        part = part.narrow(dim, place[dim][box.shard_offsets[dim]], box.shard_sizes[dim]);
+        part = part.narrow(dim, local_offset[dim][box.shard_offsets[dim]], box.shard_sizes[dim]);
       part = mine.size() == 1 ? local.contiguous() : part.contiguous();
       state.local_shards.emplace_back(std::move(part), std::move(box));
     }

@@ -7,14 +7,14 @@
 namespace tessera::sharded {
 
 /// The same tensor as a DTensor placed so. Its local tensor is this rank's shard, without copying or
-/// communication, if every rank holds in one shard what the placements give it; else the tensor is cut so
+/// communication, if every rank has in one shard what the placements give it; else the tensor is resharded so
 /// first, which is one exchange. Differentiable. Throws if the placements replicate or are partial
 /// (redistribute afterwards), if some rank would hold more than one box, or if the mesh has other ranks than
 /// the tensor's group.
 TESSERA_API DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placements placements);
 
-/// On the 1-d mesh of the tensor's ranks, in the order of their chunks if it is cut into one chunk for each,
-/// then without copying; else cut along dim 0.
+/// On the 1-d mesh of the tensor's ranks, in the order of their chunks if it has one chunk for each,
+/// then without copying; else sharded along dim 0.
 TESSERA_API DTensor to_dtensor(const ShardedTensor& tensor);
 
 /// The same tensor as a sharded one: what a rank holds is its shard, without copying where it is one

@@ -55,7 +55,7 @@ class ByteReader {
     for (int64_t& number : numbers) number = get<int64_t>();
     return numbers;
   }
-  /// The number of things that follow, of which each takes so many bytes at the least.
+  /// A count of items that follow, each of which takes at least so many bytes.
   int64_t get_count(size_t bytes_each) {
     const auto count = get<int64_t>();
     check(count >= 0 && static_cast<uint64_t>(count) <= bytes_.size() / bytes_each);
@@ -64,7 +64,7 @@ class ByteReader {
   bool done() const { return bytes_.empty(); }
   void check(bool good) const {
     TESSERA_CHECK_VALUE(good, "These bytes are no ", what_,
-                        ": they are cut off, damaged, or of something else.");
+                        ": they are truncated, damaged, or of something else.");
   }
 
  private:

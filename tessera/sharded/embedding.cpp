@@ -1,4 +1,4 @@
-#include <tessera/comm/collectives.h>
+#include <tessera/comm/packed_all_to_all.h>
 #include <tessera/error.h>
 #include <tessera/sharded/registry.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
@@ -11,9 +11,9 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-/// Lookups in a table that is cut in any way: by rows, by columns, or into any boxes. Each rank asks each
-/// other rank, once, for the different rows that it needs of what that rank holds; then the plain operator
-/// runs on those rows, so modes, paddings and gradients are its own.
+/// Lookups in an embedding weight that is sharded in any way: by rows, by columns, or into any boxes. Each
+/// rank requests from each other rank, once, the different rows that it needs of that rank's shards; then the
+/// plain operator runs on those rows, so modes, paddings and gradients are its own.
 namespace tessera::sharded {
 
 namespace {
@@ -22,53 +22,59 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// All ranks' pieces for this one, flat; `sizes` says how large each is.
-comm::Tensors swap(const comm::Tensors& inputs, const std::vector<int64_t>& sizes, const Members& members) {
-  comm::Tensors outputs;
-  for (const int64_t size : sizes) outputs.push_back(at::empty({size}, inputs[0].options()));
-  comm::all_to_all(outputs, inputs, members.group()).wait();
-  return outputs;
-}
+/// For each rank of the group a tensor for each of some shards, in their order.
+using TensorsByRank = std::vector<comm::Tensors>;
 
-/// Who needs which rows of whom.
-struct Requests : torch::CustomClassHolder {
+/// Which rank needs which rows of which shards.
+struct RowRequests : torch::CustomClassHolder {
   MembersPtr members;
-  std::vector<int64_t> size;  // of the whole table
+  std::vector<int64_t> size;  // of the embedding weight
   int64_t count = 0;          // of rows that this rank needs
   at::TensorOptions options;  // of those
 
-  /// A shard that holds something, and which of the rows that this rank needs lie in it.
-  struct Asked {
+  /// A shard, and which of the rows that this rank needs lie in it.
+  struct Requested {
     ShardMetadata shard;
     int64_t first = 0, count = 0;
     int64_t columns() const { return shard.shard_sizes[1]; }
     int64_t column() const { return shard.shard_offsets[1]; }
   };
-  std::vector<std::vector<Asked>> asked;  // by the rank that holds it, as its local shards are ordered
+  std::vector<std::vector<Requested>> requested;  // by the rank that has it, as its local shards are ordered
 
   /// The rows, counted from the shard's first, that a rank needs of a shard of this one.
-  struct Wanted {
-    size_t local;  // position among the local shards
+  struct Served {
+    size_t local;  // index of the local shard
     Tensor rows;
   };
-  std::vector<std::vector<Wanted>> wanted;  // by the rank that needs them
+  std::vector<std::vector<Served>> served;  // by the rank that needs them
 
-  /// `numbers` per row of each asked shard, as one size for each rank; and the same for what is wanted.
-  template <class Numbers>
-  std::vector<int64_t> sizes_asked(const Numbers& numbers) const {
-    std::vector<int64_t> sizes;
-    for (const auto& of_rank : asked) {
-      int64_t& size = sizes.emplace_back(0);
-      for (const Asked& each : of_rank) size += each.count * numbers(each.shard);
+  /// fn of each requested shard, and of each served one.
+  template <class Fn>
+  TensorsByRank for_requested(Fn fn) const {
+    return map(requested, fn);
+  }
+  template <class Fn>
+  TensorsByRank for_served(Fn fn) const {
+    return map(served, fn);
+  }
+
+ private:
+  template <class Lists, class Fn>
+  static TensorsByRank map(const Lists& lists, Fn fn) {
+    TensorsByRank result;
+    for (const auto& of_rank : lists) {
+      comm::Tensors& tensors = result.emplace_back();
+      for (const auto& each : of_rank) tensors.push_back(fn(each));
     }
-    return sizes;
+    return result;
   }
 };
 
-/// `needed`: sorted, all different. Collective; an index that is not in the table is an error on every rank,
-/// and so is a table that has a gradient on some ranks only, as these would wait for the others in backward.
-c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, const Tensor& needed) {
-  auto requests = c10::make_intrusive<Requests>();
+/// `needed`: sorted, all different. Collective; an index that is out of range is an error on every rank, and
+/// so is a weight that has a gradient on some ranks only, as these would wait for the others in backward.
+c10::intrusive_ptr<RowRequests> request_rows(const char* name, const ShardedTensor& weight,
+                                             const Tensor& needed) {
+  auto requests = c10::make_intrusive<RowRequests>();
   requests->members = weight.process_group_ptr();
   requests->size = weight.sizes().vec();
   requests->count = needed.numel();
@@ -78,75 +84,57 @@ c10::intrusive_ptr<Requests> ask(const char* name, const ShardedTensor& weight, 
   const Tensor indices = needed.to(at::kCPU);
   const int64_t* begin = indices.const_data_ptr<int64_t>();
   const int64_t* end = begin + indices.numel();
-  int64_t wrong = -1;  // an index that is not in the table
+  int64_t wrong = -1;  // an index that is out of range
   const bool is_wrong = begin != end && (*begin < 0 || end[-1] >= weight.size(0));
   if (is_wrong) wrong = *begin < 0 ? *begin : end[-1];
 
-  requests->asked.resize(members.size());
+  requests->requested.resize(members.size());
   for (const ShardMetadata& shard : weight.metadata().shards_metadata) {
-    Requests::Asked asked{shard};
+    RowRequests::Requested rows{shard};
     if (!is_wrong) {
       const int64_t row = shard.shard_offsets[0];
       const auto* first = std::lower_bound(begin, end, row);
-      asked.first = first - begin;
-      asked.count = shard.numel() == 0 ? 0 : std::lower_bound(first, end, row + shard.shard_sizes[0]) - first;
+      rows.first = first - begin;
+      rows.count = shard.numel() == 0 ? 0 : std::lower_bound(first, end, row + shard.shard_sizes[0]) - first;
     }
-    requests->asked[*members.place_of(rank_of(shard.placement, members))].push_back(std::move(asked));
+    requests->requested[*members.group_rank_of(rank_of(shard.placement, members))].push_back(std::move(rows));
   }
 
-  constexpr size_t kHead = 3;
   // How many rows of each shard; and before that, whether an index is wrong, and which, and whether there
   // will be a gradient.
-  comm::Tensors counts;
+  constexpr size_t kHead = 3;
   const size_t local_count = weight.local_shards().size();
-  for (const auto& of_rank : requests->asked) {
-    std::vector<int64_t> numbers{is_wrong, wrong, differentiable};
-    for (const auto& asked : of_rank) numbers.push_back(asked.count);
-    counts.push_back(at::tensor(numbers, at::kLong));
+  TensorsByRank counts, their_counts;
+  for (const auto& of_rank : requests->requested) {
+    std::vector<int64_t> values{is_wrong, wrong, differentiable};
+    for (const auto& rows : of_rank) values.push_back(rows.count);
+    counts.push_back({at::tensor(values, at::kLong)});
+    their_counts.push_back({at::empty({static_cast<int64_t>(kHead + local_count)}, at::kLong)});
   }
-  const auto their_counts =
-      swap(counts, std::vector<int64_t>(members.size(), static_cast<int64_t>(local_count) + kHead), members);
-  std::vector<int64_t> sizes;
-  for (const int64_t place : c10::irange(members.size())) {
-    const int64_t* numbers = their_counts[place].const_data_ptr<int64_t>();
-    TESSERA_CHECK_INDEX(numbers[0] == 0, name, ": on rank ", members.ranks()[place], " index ", numbers[1],
-                        " is looked up, but the table has ", weight.size(0), " rows.");
-    const int64_t* first = their_counts[0].const_data_ptr<int64_t>();
+  comm::packed_all_to_all(their_counts, counts, at::kLong, members.group());
+  const int64_t* first = their_counts[0][0].const_data_ptr<int64_t>();
+  for (const int64_t rank : c10::irange(members.size())) {
+    const int64_t* theirs = their_counts[rank][0].const_data_ptr<int64_t>();
+    TESSERA_CHECK_INDEX(theirs[0] == 0, name, ": on rank ", members.ranks()[rank], " index ", theirs[1],
+                        " is looked up, but the embedding weight has ", weight.size(0), " rows.");
     TESSERA_CHECK(
-        numbers[2] == first[2], name, ": on rank ", members.ranks()[place], " the table ",
-        numbers[2] ? "has" : "has no", " gradient, on rank ", members.ranks()[0],
-        numbers[2] ? " none" : " one",
+        theirs[2] == first[2], name, ": on rank ", members.ranks()[rank], " the embedding weight ",
+        theirs[2] ? "has" : "has no", " gradient, on rank ", members.ranks()[0], theirs[2] ? " none" : " one",
         ". Call requires_grad_() of the sharded tensor itself, and enable gradients or not, alike on "
         "all ranks.");
-    sizes.push_back(0);
-    for (const size_t i : c10::irange(local_count)) sizes.back() += numbers[kHead + i];
-  }
-
-  comm::Tensors rows;
-  for (const auto& of_rank : requests->asked) {
-    std::vector<Tensor> parts{at::empty({0}, at::kLong)};
-    for (const auto& asked : of_rank)
-      parts.push_back(indices.narrow(0, asked.first, asked.count) - asked.shard.shard_offsets[0]);
-    rows.push_back(at::cat(parts).to(members.device()));
-  }
-  const auto their_rows = swap(rows, sizes, members);
-  requests->wanted.resize(members.size());
-  for (const int64_t place : c10::irange(members.size())) {
-    int64_t from = 0;
+    auto& served = requests->served.emplace_back();
     for (const size_t i : c10::irange(local_count)) {
-      const int64_t count = their_counts[place].const_data_ptr<int64_t>()[kHead + i];
-      const at::Device device = weight.local_shards()[i].tensor.device();
-      requests->wanted[place].push_back({i, their_rows[place].narrow(0, from, count).to(device)});
-      from += count;
+      const at::TensorOptions options =
+          at::TensorOptions(at::kLong).device(weight.local_shards()[i].tensor.device());
+      served.push_back({i, at::empty({theirs[kHead + i]}, options)});
     }
   }
+  comm::packed_all_to_all(requests->for_served([](const RowRequests::Served& each) { return each.rows; }),
+                          requests->for_requested([&](const RowRequests::Requested& each) {
+                            return indices.narrow(0, each.first, each.count) - each.shard.shard_offsets[0];
+                          }),
+                          at::TensorOptions(at::kLong).device(members.device()), members.group());
   return requests;
-}
-
-Tensor joined(const std::vector<Tensor>& parts, at::TensorOptions options) {
-  std::vector<Tensor> flat{at::empty({0}, options)};
-  for (const Tensor& part : parts) flat.push_back(part.reshape({-1}).to(options));
-  return at::cat(flat);
 }
 
 at::TensorOptions in_transit(at::ScalarType dtype, const Members& members) {
@@ -154,70 +142,49 @@ at::TensorOptions in_transit(at::ScalarType dtype, const Members& members) {
 }
 
 /// The rows that this rank needs.
-Tensor fetch(const Requests& requests, const std::vector<Tensor>& locals) {
+Tensor fetch(const RowRequests& requests, const std::vector<Tensor>& locals) {
   const at::NoGradGuard no_grad;
   const Members& members = *requests.members;
-  const at::TensorOptions transit = in_transit(c10::typeMetaToScalarType(requests.options.dtype()), members);
-  comm::Tensors given;
-  for (const auto& of_rank : requests.wanted) {
-    std::vector<Tensor> parts;
-    for (const auto& wanted : of_rank) parts.push_back(locals[wanted.local].index_select(0, wanted.rows));
-    given.push_back(joined(parts, transit));
-  }
-  const auto got = swap(
-      given, requests.sizes_asked([](const ShardMetadata& shard) { return shard.shard_sizes[1]; }), members);
-  Tensor result = at::empty({requests.count, requests.size[1]}, requests.options);
-  for (const size_t place : c10::irange(got.size())) {
-    int64_t from = 0;
-    for (const auto& asked : requests.asked[place]) {
-      const int64_t size = asked.count * asked.columns();
-      result.narrow(0, asked.first, asked.count)
-          .narrow(1, asked.column(), asked.columns())
-          .copy_(got[place].narrow(0, from, size).view({asked.count, asked.columns()}));
-      from += size;
-    }
-  }
+  const Tensor result = at::empty({requests.count, requests.size[1]}, requests.options);
+  comm::packed_all_to_all(requests.for_requested([&](const RowRequests::Requested& each) {
+    return result.narrow(0, each.first, each.count).narrow(1, each.column(), each.columns());
+  }),
+                          requests.for_served([&](const RowRequests::Served& each) {
+                            return locals[each.local].index_select(0, each.rows);
+                          }),
+                          in_transit(c10::typeMetaToScalarType(requests.options.dtype()), members),
+                          members.group());
   return result;
 }
 
 /// The gradients of the local shards, given that of the rows that this rank got.
-variable_list give_back(const Requests& requests, const std::vector<at::IntArrayRef>& sizes,
+variable_list give_back(const RowRequests& requests, const std::vector<at::IntArrayRef>& sizes,
                         const Tensor& gradient) {
   const Members& members = *requests.members;
   const at::TensorOptions transit = in_transit(gradient.scalar_type(), members);
-  comm::Tensors given;
-  for (const auto& of_rank : requests.asked) {
-    std::vector<Tensor> parts;
-    for (const auto& asked : of_rank)
-      parts.push_back(
-          gradient.narrow(0, asked.first, asked.count).narrow(1, asked.column(), asked.columns()));
-    given.push_back(joined(parts, transit));
-  }
-  std::vector<int64_t> counts;
-  for (const auto& of_rank : requests.wanted) {
-    counts.push_back(0);
-    for (const auto& wanted : of_rank) counts.back() += wanted.rows.numel() * sizes[wanted.local][1];
-  }
-  const auto got = swap(given, counts, members);
+  const auto received = requests.for_served([&](const RowRequests::Served& each) {
+    return at::empty({each.rows.numel(), sizes[each.local][1]}, transit);
+  });
+  comm::packed_all_to_all(received, requests.for_requested([&](const RowRequests::Requested& each) {
+    return gradient.narrow(0, each.first, each.count).narrow(1, each.column(), each.columns());
+  }),
+                          transit, members.group());
   variable_list result;
   for (const at::IntArrayRef size : sizes) result.push_back(at::zeros(size, gradient.options()));
-  for (const size_t place : c10::irange(got.size())) {
-    int64_t from = 0;
-    for (const auto& wanted : requests.wanted[place]) {
-      const int64_t count = wanted.rows.numel(), columns = sizes[wanted.local][1];
-      Tensor& mine = result[wanted.local];
-      mine.index_add_(0, wanted.rows,
-                      got[place].narrow(0, from, count * columns).view({count, columns}).to(mine.device()));
-      from += count * columns;
+  for (const size_t rank : c10::irange(received.size())) {
+    for (const size_t i : c10::irange(received[rank].size())) {
+      const RowRequests::Served& served = requests.served[rank][i];
+      Tensor& mine = result[served.local];
+      mine.index_add_(0, served.rows, received[rank][i].to(mine.device()));
     }
   }
   return result;
 }
 
-/// `locals`: of each rank some, so that ranks that hold nothing take part in backward.
+/// `locals`: of each rank some, so that ranks without shards take part in backward.
 struct Fetch : torch::autograd::Function<Fetch> {
   static Tensor forward(AutogradContext* context, at::TensorList locals,
-                        c10::intrusive_ptr<Requests> requests) {
+                        c10::intrusive_ptr<RowRequests> requests) {
     std::vector<int64_t> sizes;
     for (const Tensor& local : locals) sizes.insert(sizes.end(), {local.size(0), local.size(1)});
     context->saved_data["sizes"] = sizes;
@@ -226,14 +193,15 @@ struct Fetch : torch::autograd::Function<Fetch> {
     return result;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    TESSERA_CHECK(!gradients[0].requires_grad() || !at::GradMode::is_enabled(),
-                  "The gradient of a lookup in a sharded table has no gradient itself (create_graph).");
+    TESSERA_CHECK(
+        !gradients[0].requires_grad() || !at::GradMode::is_enabled(),
+        "The gradient of a lookup in a sharded embedding weight has no gradient itself (create_graph).");
     const auto requests = context->saved_data["requests"].toCapsule();
-    const std::vector<int64_t> numbers = context->saved_data["sizes"].toIntVector();
+    const std::vector<int64_t> flat = context->saved_data["sizes"].toIntVector();
     std::vector<at::IntArrayRef> sizes;
-    for (size_t i = 0; i < numbers.size(); i += 2) sizes.emplace_back(numbers.data() + i, 2);
+    for (size_t i = 0; i < flat.size(); i += 2) sizes.emplace_back(flat.data() + i, 2);
     variable_list result =
-        give_back(*static_cast<Requests*>(requests.get()), sizes, gradients[0].contiguous());
+        give_back(*static_cast<RowRequests*>(requests.get()), sizes, gradients[0].contiguous());
     result.resize(result.size() + 1);
     return result;
   }
@@ -242,38 +210,40 @@ struct Fetch : torch::autograd::Function<Fetch> {
 /// The rows that are looked up, each once, and what to look up in them instead.
 struct Rows {
   Tensor rows;
-  Tensor indices;  // into `rows`
-  Tensor numbers;  // of the rows, in the table
-  /// Where a row of the table is in `rows`, if it is.
-  std::optional<int64_t> find(int64_t number) const {
-    const Tensor where = numbers.to(at::kCPU);
+  Tensor indices;    // into `rows`
+  Tensor of_weight;  // their indices in the embedding weight, sorted
+  /// Where row `index` of the embedding weight is in `rows`, if it is.
+  std::optional<int64_t> find(int64_t index) const {
+    const Tensor where = of_weight.to(at::kCPU);
     const auto* begin = where.const_data_ptr<int64_t>();
-    const auto* found = std::lower_bound(begin, begin + where.numel(), number);
-    if (found == begin + where.numel() || *found != number) return std::nullopt;
+    const auto* found = std::lower_bound(begin, begin + where.numel(), index);
+    if (found == begin + where.numel() || *found != index) return std::nullopt;
     return found - begin;
   }
 };
 
-Rows look_up(const char* name, const Tensor& table, const Tensor& indices) {
-  const ShardedTensor weight(table);
+Rows look_up(const char* name, const Tensor& given, const Tensor& indices) {
+  const ShardedTensor weight(given);
   weight.process_group().check_member(name);
-  auto [numbers, inverse] =
+  auto [needed, inverse] =
       at::_unique(indices.reshape({-1}).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
-  auto requests = ask(name, weight, numbers);
+  auto requests = request_rows(name, weight, needed);
   Tensor rows = Fetch::apply(at::TensorList(weight.local_tensors()), std::move(requests));
-  return {std::move(rows), inverse.view(indices.sizes()), numbers};
+  return {std::move(rows), inverse.view(indices.sizes()), needed};
 }
 
 void check(const char* name, const Tensor& weight, const Tensor& indices, bool scale_grad_by_freq,
            bool sparse) {
   TESSERA_CHECK(ShardedTensor::is_sharded_tensor(weight), name,
-                ": the table must be the sharded tensor; indices and all else are plain ones.");
+                ": the embedding weight must be the sharded tensor; indices and all else are plain ones.");
   TESSERA_CHECK(!ShardedTensor::is_sharded_tensor(indices), name, ": the indices must be a plain tensor.");
-  TESSERA_CHECK_VALUE(weight.dim() == 2, name, ": the table must have 2 dims, not ", weight.sizes(), ".");
+  TESSERA_CHECK_VALUE(weight.dim() == 2, name, ": the embedding weight must have 2 dims, not ",
+                      weight.sizes(), ".");
   TESSERA_CHECK_VALUE(at::isIntegralType(indices.scalar_type(), false), name,
-                      ": indices are whole numbers, not ", indices.scalar_type(), ".");
-  TESSERA_CHECK(!scale_grad_by_freq, name, ": scale_grad_by_freq does not work on a sharded table.");
-  TESSERA_CHECK(!sparse, name, ": sparse gradients do not work on a sharded table.");
+                      ": indices must be integers, not ", indices.scalar_type(), ".");
+  TESSERA_CHECK(!scale_grad_by_freq, name,
+                ": scale_grad_by_freq does not work on a sharded embedding weight.");
+  TESSERA_CHECK(!sparse, name, ": sparse gradients do not work on a sharded embedding weight.");
 }
 
 Tensor look_up_rows(const Tensor& weight, const Tensor& indices, int64_t padding_idx, bool scale_grad_by_freq,
@@ -294,7 +264,7 @@ Bags look_up_bags(const Tensor& weight, const Tensor& indices, const Tensor& off
   std::optional<int64_t> padding;
   if (padding_idx) {
     TESSERA_CHECK_INDEX(*padding_idx >= -rows && *padding_idx < rows, "embedding_bag: there is no row ",
-                        *padding_idx, " for padding in a table of ", rows, " rows.");
+                        *padding_idx, " for padding in an embedding weight of ", rows, " rows.");
     padding = *padding_idx < 0 ? *padding_idx + rows : *padding_idx;
   }
   const Rows found = look_up("embedding_bag", weight, indices);
@@ -302,9 +272,10 @@ Bags look_up_bags(const Tensor& weight, const Tensor& indices, const Tensor& off
   Bags result = at::embedding_bag(found.rows, found.indices, offsets.to(found.indices.scalar_type()), false,
                                   mode, false, per_sample_weights, include_last_offset, padding);
   constexpr int64_t kMax = 2;
-  Tensor& largest = std::get<3>(result);  // in this mode alone, rows of `found`: make them those of the table
-  if (mode == kMax && largest.numel() > 0 && found.numbers.numel() > 0)
-    largest = found.numbers.index_select(0, largest.reshape({-1})).view(largest.sizes());
+  Tensor& largest =
+      std::get<3>(result);  // in this mode alone, rows of `found`: make them those of the weight
+  if (mode == kMax && largest.numel() > 0 && found.of_weight.numel() > 0)
+    largest = found.of_weight.index_select(0, largest.reshape({-1})).view(largest.sizes());
   return result;
 }
 
@@ -323,77 +294,66 @@ struct Norm {
 };
 
 /// Scales the rows that any rank looks up, and that are longer than `max_norm`, down to it: in the shards.
-Tensor limit_norms(const Tensor& weight, const Tensor& indices, double max_norm, double norm_type) {
-  check("embedding_renorm_", weight, indices, false, false);
+Tensor limit_norms(const Tensor& given, const Tensor& indices, double max_norm, double norm_type) {
+  check("embedding_renorm_", given, indices, false, false);
   TESSERA_CHECK_VALUE(max_norm > 0, "embedding_renorm_: max_norm must be larger than zero, not ", max_norm,
                       ".");
   const at::NoGradGuard no_grad;
-  const ShardedTensor table(weight);
-  const Members& members = table.process_group();
+  const ShardedTensor weight(given);
+  const Members& members = weight.process_group();
   members.check_member("embedding_renorm_");
-  const auto requests = ask("embedding_renorm_", table,
-                            std::get<0>(at::_unique(indices.reshape({-1}).to(at::kLong), true, false)));
+  const auto requests =
+      request_rows("embedding_renorm_", weight,
+                   std::get<0>(at::_unique(indices.reshape({-1}).to(at::kLong), true, false)));
   const Norm norm{norm_type};
-  const at::ScalarType dtype = table.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType dtype = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::TensorOptions transit = in_transit(dtype, members);
 
-  // Each rank tells of the pieces that it holds ...
-  comm::Tensors given;
-  for (const auto& of_rank : requests->wanted) {
-    std::vector<Tensor> parts;
-    for (const auto& wanted : of_rank)
-      parts.push_back(
-          norm.of_pieces(table.local_shards()[wanted.local].tensor.index_select(0, wanted.rows).to(dtype)));
-    given.push_back(joined(parts, transit));
-  }
-  const auto sizes = requests->sizes_asked([](const ShardMetadata&) { return 1; });
-  const auto pieces = swap(given, sizes, members);
-  Tensor whole = at::zeros({requests->count}, transit);
-  for (const size_t place : c10::irange(pieces.size())) {
-    int64_t from = 0;
-    for (const auto& asked : requests->asked[place]) {
-      Tensor part = whole.narrow(0, asked.first, asked.count);
-      part.copy_(norm.join(part, pieces[place].narrow(0, from, asked.count)));
-      from += asked.count;
+  // Each rank sends the norms of its pieces of the rows ...
+  const auto pieces = requests->for_requested(
+      [&](const RowRequests::Requested& each) { return at::empty({each.count}, transit); });
+  comm::packed_all_to_all(pieces, requests->for_served([&](const RowRequests::Served& each) {
+    return norm.of_pieces(weight.local_shards()[each.local].tensor.index_select(0, each.rows).to(dtype));
+  }),
+                          transit, members.group());
+  const Tensor joined = at::zeros({requests->count}, transit);
+  for (const size_t rank : c10::irange(pieces.size())) {
+    for (const size_t i : c10::irange(pieces[rank].size())) {
+      const RowRequests::Requested& each = requests->requested[rank][i];
+      const Tensor part = joined.narrow(0, each.first, each.count);
+      part.copy_(norm.join(part, pieces[rank][i]));
     }
   }
-  const Tensor length = norm.of_join(whole);
+  const Tensor length = norm.of_join(joined);
   const Tensor factor = at::where(length > max_norm, max_norm / (length + 1e-7), at::ones_like(length));
 
-  // ... and is told of the rows' factors: the same by all who need a row.
-  given.clear();
-  for (const auto& of_rank : requests->asked) {
-    std::vector<Tensor> parts;
-    for (const auto& asked : of_rank) parts.push_back(factor.narrow(0, asked.first, asked.count));
-    given.push_back(joined(parts, transit));
-  }
-  std::vector<int64_t> counts;
-  for (const auto& of_rank : requests->wanted) {
-    counts.push_back(0);
-    for (const auto& wanted : of_rank) counts.back() += wanted.rows.numel();
-  }
-  const auto factors = swap(given, counts, members);
+  // ... and receives the factors of its rows, the same from all that need a row.
+  const auto factors = requests->for_served(
+      [&](const RowRequests::Served& each) { return at::empty({each.rows.numel()}, transit); });
+  comm::packed_all_to_all(factors, requests->for_requested([&](const RowRequests::Requested& each) {
+    return factor.narrow(0, each.first, each.count);
+  }),
+                          transit, members.group());
   std::vector<Tensor> by_row;
-  for (const LocalShard& shard : table.local_shards())
+  for (const LocalShard& shard : weight.local_shards())
     by_row.push_back(
         at::ones({shard.tensor.size(0)}, shard.tensor.options().dtype(dtype).requires_grad(false)));
-  for (const size_t place : c10::irange(factors.size())) {
-    int64_t from = 0;
-    for (const auto& wanted : requests->wanted[place]) {
-      Tensor& mine = by_row[wanted.local];
-      mine.index_copy_(0, wanted.rows, factors[place].narrow(0, from, wanted.rows.numel()).to(mine.device()));
-      from += wanted.rows.numel();
+  for (const size_t rank : c10::irange(factors.size())) {
+    for (const size_t i : c10::irange(factors[rank].size())) {
+      const RowRequests::Served& served = requests->served[rank][i];
+      Tensor& mine = by_row[served.local];
+      mine.index_copy_(0, served.rows, factors[rank][i].to(mine.device()));
     }
   }
   for (const size_t i : c10::irange(by_row.size())) {
-    const Tensor& local = table.local_shards()[i].tensor;
+    const Tensor& local = weight.local_shards()[i].tensor;
     const Tensor changed = by_row[i].ne(1).nonzero().squeeze(1);
     if (changed.numel() == 0) continue;
     const Tensor scaled =
         local.index_select(0, changed).to(dtype) * by_row[i].index_select(0, changed).unsqueeze(1);
     local.index_copy_(0, changed, scaled.to(local.scalar_type()));
   }
-  return weight;
+  return given;
 }
 
 const bool registered = [] {

@@ -1,4 +1,4 @@
-#include <tessera/comm/collectives.h>
+#include <tessera/comm/packed_all_to_all.h>
 #include <tessera/sharded/exchange.h>
 #include <tessera/sharded/remote.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
@@ -23,8 +23,8 @@ using torch::autograd::variable_list;
 /// A tiling, and who holds what.
 struct Tiling {
   std::vector<ShardMetadata> shards;
-  std::vector<int64_t> size;    // of the whole
-  std::vector<int64_t> places;  // in the group
+  std::vector<int64_t> size;         // of the global tensor
+  std::vector<int64_t> group_ranks;  // that have the shards
   std::vector<size_t> mine;
 
   Tiling(const std::vector<ShardMetadata>& all, const Members& members)
@@ -32,31 +32,32 @@ struct Tiling {
     for (const size_t i : c10::irange(shards.size())) {
       for (const size_t dim : c10::irange(size.size()))
         size[dim] = std::max(size[dim], box_of(shards[i]).end(dim));
-      places.push_back(*members.place_of(rank_of(shards[i].placement, members)));
-      if (places.back() == members.group_rank()) mine.push_back(i);
+      group_ranks.push_back(*members.group_rank_of(rank_of(shards[i].placement, members)));
+      if (group_ranks.back() == members.group_rank()) mine.push_back(i);
     }
   }
 };
 
 /// What a box of one tiling shares with one of the other, and with whom it is exchanged.
-struct Part {
+struct Transfer {
   int64_t peer;
   size_t from, to;  // positions in the tilings
   Intersection box;
 };
 
 /// What this rank's boxes of one tiling share with all boxes of the other: in the same order on both ends.
-std::vector<Part> parts(const Tiling& mine, const Tiling& all, bool sends) {
+std::vector<Transfer> transfers(const Tiling& mine, const Tiling& all, bool sends) {
   std::vector<Box> boxes;
   for (const size_t i : mine.mine) boxes.push_back(box_of(mine.shards[i]));
-  std::vector<Part> result;
+  std::vector<Transfer> result;
   const std::vector<Box> others = boxes_of(all.shards);
   for_each_overlap(boxes, others, [&](size_t i, size_t j) {
     const size_t here = mine.mine[i];
-    result.push_back({all.places[j], sends ? here : j, sends ? j : here, *intersect(boxes[i], others[j])});
+    result.push_back(
+        {all.group_ranks[j], sends ? here : j, sends ? j : here, *intersect(boxes[i], others[j])});
     return false;
   });
-  std::sort(result.begin(), result.end(), [](const Part& a, const Part& b) {
+  std::sort(result.begin(), result.end(), [](const Transfer& a, const Transfer& b) {
     return std::tie(a.peer, a.from, a.to) < std::tie(b.peer, b.from, b.to);
   });
   return result;
@@ -75,50 +76,21 @@ at::Tensor of(const std::vector<at::Tensor>& tensors, const Tiling& tiling, size
   return tensors[found - tiling.mine.begin()];
 }
 
-/// One flat buffer for each peer, as large as what is exchanged with it.
-comm::Tensors buffers(const std::vector<Part>& parts, const Members& members, at::TensorOptions options) {
-  std::vector<int64_t> sizes(members.size(), 0);
-  for (const Part& part : parts) {
-    if (part.peer != members.group_rank()) sizes[part.peer] += c10::multiply_integers(part.box.sizes);
-  }
-  comm::Tensors result;
-  for (const int64_t size : sizes) result.push_back(at::empty({size}, options));
-  return result;
-}
-
 std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& held, const Tiling& to,
                              at::ScalarType dtype, const Members& members) {
   const at::NoGradGuard no_grad;
-  const auto sent = parts(from, to, true), received = parts(to, from, false);
   const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
-
   std::vector<at::Tensor> result;
   for (const size_t i : to.mine)
     result.push_back(at::empty(to.shards[i].shard_sizes, options.device(to.shards[i].placement->device())));
   if (result.empty()) result.push_back(empty_part(to.size, dtype, to.shards[0].placement->device()));
 
-  comm::Tensors inputs = buffers(sent, members, options), outputs = buffers(received, members, options);
-  std::vector<int64_t> filled(members.size(), 0);
-  auto next = [&](const comm::Tensors& from_buffers, const Part& part) {
-    const int64_t size = c10::multiply_integers(part.box.sizes);
-    at::Tensor piece = from_buffers[part.peer].narrow(0, filled[part.peer], size).view(part.box.sizes);
-    filled[part.peer] += size;
-    return piece;
-  };
-  for (const Part& part : sent) {
-    const at::Tensor source = view(of(held, from, part.from), from.shards[part.from], part.box);
-    if (part.peer == members.group_rank()) {
-      view(of(result, to, part.to), to.shards[part.to], part.box).copy_(source);
-    } else {
-      next(inputs, part).copy_(source);
-    }
-  }
-  comm::all_to_all(outputs, inputs, members.group()).wait();
-  std::fill(filled.begin(), filled.end(), 0);
-  for (const Part& part : received) {
-    if (part.peer == members.group_rank()) continue;
-    view(of(result, to, part.to), to.shards[part.to], part.box).copy_(next(outputs, part));
-  }
+  std::vector<comm::Tensors> sent(members.size()), received(members.size());
+  for (const Transfer& each : transfers(from, to, true))
+    sent[each.peer].push_back(view(of(held, from, each.from), from.shards[each.from], each.box));
+  for (const Transfer& each : transfers(to, from, false))
+    received[each.peer].push_back(view(of(result, to, each.to), to.shards[each.to], each.box));
+  comm::packed_all_to_all(received, sent, options, members.group());
   return result;
 }
 
@@ -131,7 +103,7 @@ struct Memory : torch::CustomClassHolder {
 };
 
 /// Ranks that hold nothing, before or after, take part in backward by what stands for that.
-struct Exchange : torch::autograd::Function<Exchange> {
+struct Reshard : torch::autograd::Function<Reshard> {
   static variable_list forward(AutogradContext* context, at::TensorList held,
                                c10::intrusive_ptr<Memory> memory) {
     auto result = move(memory->from, held.vec(), memory->to, memory->dtype, *memory->members);
@@ -151,8 +123,8 @@ struct Exchange : torch::autograd::Function<Exchange> {
     // For gradients of gradients, this is differentiable itself, and on every rank if on one.
     if (at::GradMode::is_enabled()) gradients.push_back(at::zeros({0}, known.dtype).requires_grad_());
     variable_list result =
-        Exchange::apply(at::TensorList(gradients),
-                        c10::make_intrusive<Memory>(known.to, known.from, known.dtype, known.members));
+        Reshard::apply(at::TensorList(gradients),
+                       c10::make_intrusive<Memory>(known.to, known.from, known.dtype, known.members));
     result.resize(context->saved_data["held"].toInt() + 1);
     return result;
   }
@@ -163,7 +135,7 @@ struct Exchange : torch::autograd::Function<Exchange> {
 std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
                                  const std::vector<ShardMetadata>& to, at::ScalarType dtype,
                                  const MembersPtr& members) {
-  return Exchange::apply(
+  return Reshard::apply(
       at::TensorList(held),
       c10::make_intrusive<Memory>(Tiling(from, *members), Tiling(to, *members), dtype, members));
 }

@@ -9,12 +9,12 @@
 
 namespace tessera::sharded {
 
-/// The parts of a tensor that this rank holds under the tiling `to`, given those that it holds under `from`,
-/// each in the order of their list. Both tilings must be all of one tensor, with placements that name
-/// members. Where this rank holds nothing, one empty tensor stands for that, before and after.
+/// The local shards of this rank under the tiling `to`, given those under the tiling `from`, each in the
+/// order of their list. Both tilings must cover one tensor, with placements that name members. On a rank
+/// without shards, one empty tensor stands for them, before and after.
 ///
-/// Collective: one all-to-all of what two boxes on different ranks share, so each element is sent once at the
-/// most. Memory: the result, and a buffer each for what is sent and received; what stays on its rank needs
+/// Collective: one all-to-all of the overlaps of boxes on different ranks, so each element is sent at most
+/// once. Memory: the result, and a buffer each for what is sent and received; what stays on its rank needs
 /// none. Differentiable, if all ranks run backward: each has something to begin with.
 std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
                                  const std::vector<ShardMetadata>& to, at::ScalarType dtype,

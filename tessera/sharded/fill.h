@@ -5,8 +5,9 @@
 
 namespace tessera::sharded {
 
-/// Fills the local shards with random numbers that depend on seed, call and place in the whole tensor, not on
-/// how it is cut (docs/random.md). One call of the ranks' generator, so all of them must make it.
+/// Fills the local shards with random numbers that depend on the seed, the call and the index in the global
+/// tensor, not on its sharding (docs/random.md). One call of the ranks' generator, so all of them must make
+/// it.
 void fill_random(const ShardedTensor& tensor, const random::Distribution& distribution);
 
 }  // namespace tessera::sharded

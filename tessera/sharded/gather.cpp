@@ -43,9 +43,10 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
   };
 
   // Each rank's shards one after the other, as the metadata lists them.
-  std::vector<std::vector<const ShardMetadata*>> by_place(members.size());
+  std::vector<std::vector<const ShardMetadata*>> by_rank(members.size());
   for (const ShardMetadata& shard : metadata().shards_metadata) {
-    if (shard.numel() > 0) by_place[*members.place_of(rank_of(shard.placement, members))].push_back(&shard);
+    if (shard.numel() > 0)
+      by_rank[*members.group_rank_of(rank_of(shard.placement, members))].push_back(&shard);
   }
   comm::Tensors flat;
   for (const LocalShard& shard : local_shards()) {
@@ -63,21 +64,21 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
 
   comm::Tensors outputs;
   if (is_destination) {
-    for (const int64_t place : c10::irange(members.size())) {
+    for (const int64_t rank : c10::irange(members.size())) {
       int64_t size = 0;
-      if (place != dst) {
-        for (const ShardMetadata* shard : by_place[place]) size += shard->numel();
+      if (rank != dst) {
+        for (const ShardMetadata* shard : by_rank[rank]) size += shard->numel();
       }
       outputs.push_back(at::empty({size}, in_transit));
     }
   }
   comm::gather(outputs, input, dst, members.group()).wait();
   if (!is_destination) return {};
-  for (const int64_t place : c10::irange(members.size())) {
-    if (place == dst) continue;
+  for (const int64_t rank : c10::irange(members.size())) {
+    if (rank == dst) continue;
     int64_t begin = 0;
-    for (const ShardMetadata* shard : by_place[place]) {
-      part_of_out(*shard).copy_(outputs[place].narrow(0, begin, shard->numel()).view(shard->shard_sizes));
+    for (const ShardMetadata* shard : by_rank[rank]) {
+      part_of_out(*shard).copy_(outputs[rank].narrow(0, begin, shard->numel()).view(shard->shard_sizes));
       begin += shard->numel();
     }
   }

@@ -288,12 +288,12 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<LocalShard>
     };
     TESSERA_CHECK_VALUE(tensor.defined() && shard.metadata.placement, call, ": on rank ", members->rank(),
                         " shard ", i, " (", shard.metadata, ") has no tensor or no placement.");
-    size_t place = 0;  // shards that hold nothing may be equal
-    while (place < expected.size() &&
-           (in_order[place].tensor.defined() || expected[place] != shard.metadata)) {
-      ++place;
+    size_t index = 0;  // shards that hold nothing may be equal
+    while (index < expected.size() &&
+           (in_order[index].tensor.defined() || expected[index] != shard.metadata)) {
+      ++index;
     }
-    TESSERA_CHECK_VALUE(place < expected.size(), call, ": shard ", i, " (", shard.metadata,
+    TESSERA_CHECK_VALUE(index < expected.size(), call, ": shard ", i, " (", shard.metadata,
                         ") is not in the metadata of rank ", members->rank(), ", or was given already.");
     same("layout", properties.layout, tensor.layout());
     TESSERA_CHECK_VALUE(tensor.is_contiguous(), call, ": on rank ", members->rank(), " the tensor of shard ",
@@ -303,7 +303,7 @@ ShardedTensor init_from_local_shards_and_global_metadata(std::vector<LocalShard>
     same("device", shard.metadata.placement->device(), tensor.device());
     same("dtype", properties.dtype, tensor.scalar_type());
     same("requires_grad", properties.requires_grad, tensor.requires_grad());
-    in_order[place] = std::move(shard);
+    in_order[index] = std::move(shard);
   }
   validate_non_overlapping_shards_metadata(shards);
   check_tensor(shards, metadata.size);

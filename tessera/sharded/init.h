@@ -39,7 +39,7 @@ struct InitOptions {
 /// Stands for the size of a dim that is not known.
 inline constexpr int64_t kUnknownSize = -1;
 
-/// The tensor of which each rank holds these shards. Collective: the ranks tell each other what they hold,
+/// The tensor of which each rank holds these shards. Collective: the ranks exchange their metadata,
 /// and whatever does not fit (overlaps, gaps, other dtypes, a wrong rank, ...) on whichever rank is an error
 /// on every one. The tensors must be contiguous, and are shared, not copied.
 ///
@@ -49,8 +49,8 @@ TESSERA_API ShardedTensor init_from_local_shards(std::vector<LocalShard> local_s
                                                  at::IntArrayRef global_size,
                                                  const InitOptions& options = {});
 
-/// The tensor cut by `spec` of which this rank's only shard is `local_tensor`. Nothing is compared between
-/// ranks. On ranks for which the spec has no shard the tensor is ignored.
+/// The tensor sharded by `spec` of which this rank's only shard is `local_tensor`. Nothing is compared
+/// between ranks. On ranks for which the spec has no shard the tensor is ignored.
 TESSERA_API ShardedTensor init_from_local_tensor(const at::Tensor& local_tensor, const ShardingSpec& spec,
                                                  at::IntArrayRef global_size,
                                                  const InitOptions& options = {});

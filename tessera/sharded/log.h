@@ -19,7 +19,7 @@ struct LogEvent {
 /// spent on it.
 TESSERA_API void set_log_handler(std::function<void(const LogEvent&)> handler);
 
-/// Reports a call. `detail` is only asked for if there is a handler.
-void log_call(const char* call, const std::function<std::string()>& detail);
+/// Reports a call. `detail` is only called if there is a handler.
+TESSERA_API void log_call(const char* call, const std::function<std::string()>& detail);
 
 }  // namespace tessera::sharded

@@ -69,7 +69,7 @@ class Scanner {
       skip_space();
       int64_t number = 0;
       const auto [end, error] = std::from_chars(text_.data() + place_, text_.data() + text_.size(), number);
-      check(error == std::errc(), "a whole number");
+      check(error == std::errc(), "an integer");
       place_ = end - text_.data();
       result.push_back(number);
     } while (eat(','));
@@ -223,7 +223,7 @@ ShardMetadata::ShardMetadata(std::vector<int64_t> offsets, std::vector<int64_t> 
                         "not ",
                         shard_offsets[i], " and ", shard_sizes[i], " in dim ", i, " of ", *this, ".");
     TESSERA_CHECK_VALUE(shard_offsets[i] <= std::numeric_limits<int64_t>::max() - shard_sizes[i],
-                        "A shard ends beyond the largest number there is, in dim ", i, " of ", *this, ".");
+                        "A shard ends beyond the largest int64, in dim ", i, " of ", *this, ".");
   }
 }
 

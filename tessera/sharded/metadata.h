@@ -15,6 +15,7 @@
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
 
 namespace at {
 class Tensor;
@@ -24,7 +25,7 @@ class Tensor;
 /// written as bytes. `parse(x.str())` and `from_bytes(x.to_bytes())` are x again.
 namespace tessera::sharded {
 
-/// A box of the whole tensor, and where it lies.
+/// A box of the global tensor, and the rank and device that have it.
 struct TESSERA_API ShardMetadata {
   std::vector<int64_t> shard_offsets;
   std::vector<int64_t> shard_sizes;

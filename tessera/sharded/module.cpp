@@ -64,9 +64,9 @@ void shard_below(torch::nn::Module& root, const std::string& name, const Shardin
     sharded = shard_tensor(*parameter, spec, src_rank, process_group);
   }
   TESSERA_CHECK(
-      replace_parameter(root, name, sharded, /*only_if_all=*/true), "shard_parameter: somebody else holds \"",
-      own, "\" of ", module.name(),
-      ", and would go on with what it was: a member of a class of yours (tell of it with "
+      replace_parameter(root, name, sharded, /*only_if_all=*/true),
+      "shard_parameter: another handle exists on \"", own, "\" of ", module.name(),
+      ", which would keep the old tensor: a member of a class of yours (register it with "
       "tessera::register_members<M>(&M::member)), or an optimiser or a list of parameters (make them "
       "afterwards).");
 }

@@ -29,7 +29,7 @@ TESSERA_API void shard_parameter(torch::nn::Module& module, const std::string& n
 class TESSERA_API Sharder {
  public:
   virtual ~Sharder();
-  /// The sharded version of a module: itself, changed, or another one that takes its place in its parent's
+  /// The sharded version of a module: itself, changed, or another one that replaces it in its parent's
   /// list. (A member of the parent that is a handle on it is the parent's to change.)
   virtual std::shared_ptr<torch::nn::Module> shard(std::shared_ptr<torch::nn::Module> module) = 0;
 };
@@ -39,7 +39,7 @@ struct TESSERA_API ShardingPlan {
   using Entry = std::variant<ShardingSpecPtr, std::shared_ptr<Sharder>>;
   /// Specs by the names of parameters, sharders by the names of modules.
   std::map<std::string, Entry> plan = {};
-  /// How the outputs of modules that are sharded tensors are to be cut; "" is the root.
+  /// The sharding of module outputs that are sharded tensors; "" is the root.
   std::map<std::string, ShardingSpecPtr> output_plan = {};
   /// Modules whose sharded outputs are to be returned as the local tensor.
   std::vector<std::string> return_local_tensor = {};
@@ -57,10 +57,10 @@ TESSERA_API void shard_module(torch::nn::Module& module, const ShardingPlan& pla
                               const Ranks& process_group = {});
 
 /// C++ modules have no hooks around `forward`: those below run where the module is called by `call`. A
-/// sharded tensor that the module returns is cut by `spec`, and anything else left as it is.
+/// sharded tensor that the module returns is resharded by `spec`, and anything else left as it is.
 TESSERA_API void reshard_output(torch::nn::Module& module, const ShardingSpec& spec);
-/// A sharded tensor that the module returns becomes its local tensor, without the dim that is cut into chunks
-/// if that has size 1 there: of a [4, 16] tensor on four ranks each gets a [16].
+/// A sharded tensor that the module returns becomes its local tensor, without the dim that is sharded into
+/// chunks if that has size 1 there: of a [4, 16] tensor on four ranks each gets a [16].
 TESSERA_API void collect_local_shard(torch::nn::Module& module);
 
 /// What the hooks of a module make of its output.

@@ -85,7 +85,7 @@ ShardedTensor ShardedTensor::to(const ToOptions& options) const {
   if (options.device && options.device->has_index() && options.device->index() != device.index() &&
       device.has_index()) {
     TORCH_WARN("ShardedTensor::to moves each rank's shards to its current device ", device, ", not to ",
-               *options.device, "; use reshard to place them otherwise.");
+               *options.device, "; use reshard to move them.");
   }
   if (!options.copy && dtype == scalar_type() && device == this->device() && !options.process_group)
     return *this;

@@ -101,7 +101,7 @@ Tensor reduced(const char* name, const Tensor& self, const Local& local, const R
   }
   std::vector<int64_t> holders;  // places in the group of those that hold something
   for (const ShardMetadata& shard : tensor.metadata().shards_metadata) {
-    if (shard.numel() > 0) holders.push_back(*members.place_of(rank_of(shard.placement, members)));
+    if (shard.numel() > 0) holders.push_back(*members.group_rank_of(rank_of(shard.placement, members)));
   }
   std::sort(holders.begin(), holders.end());
   holders.erase(std::unique(holders.begin(), holders.end()), holders.end());

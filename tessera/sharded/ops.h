@@ -11,7 +11,7 @@ namespace tessera::sharded {
 /// A copy that is a leaf, if the tensor is one, with the same requires_grad.
 TESSERA_API ShardedTensor deepcopy(const ShardedTensor& tensor);
 
-/// Fill the local shards, as torch::nn::init does whole tensors; fans are those of the whole tensor.
+/// Fill the local shards, as torch::nn::init does plain tensors; fans are those of the global tensor.
 namespace init {
 
 /// For the fans of `kaiming_uniform_`.

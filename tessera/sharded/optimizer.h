@@ -26,7 +26,7 @@ TESSERA_API NamedParameters named_params_with_sharded_tensor(const torch::nn::Mo
                                                              bool recurse = true);
 
 /// Runs any of libtorch's optimisers on plain parameters and on the local shards of sharded ones: element by
-/// element that is the same as on the whole.
+/// element that is the same as on the global tensor.
 ///
 ///   ShardedOptimizer optimizer(named_params_with_sharded_tensor(*model),
 ///                              ShardedOptimizer::of<torch::optim::SGD>(torch::optim::SGDOptions(0.1)));
@@ -56,7 +56,7 @@ class TESSERA_API ShardedOptimizer {
   std::vector<torch::optim::OptimizerParamGroup>& param_groups() { return optimizer_->param_groups(); }
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
 
-  /// The state of this rank's part, as bytes; and back, on the same rank and parameters.
+  /// The state of this rank's local shards, as bytes; and back, on the same rank and parameters.
   std::string state_dict() const;
   void load_state_dict(const std::string& state);
 

@@ -14,7 +14,7 @@
 /// other threads of this one.
 namespace tessera::sharded {
 
-/// Makes tensors of this rank readable to others, who have to be told its id, as long as it lives.
+/// While alive, makes tensors of this rank readable to others that know its id.
 class TESSERA_API Published {
  public:
   explicit Published(std::vector<at::Tensor> tensors);

@@ -44,13 +44,13 @@ Members::Members(const Ranks& ranks, c10::DeviceType device) : world_(current_wo
     ranks_.resize(world_->size());
     std::iota(ranks_.begin(), ranks_.end(), 0);
   }
-  place_ = place_of(world_->rank()).value_or(-1);
+  place_ = group_rank_of(world_->rank()).value_or(-1);
   if (!group_ && is_member()) group_ = world_->group(ranks_, device);
 }
 
 Members::~Members() = default;
 
-std::optional<int64_t> Members::place_of(int64_t rank) const {
+std::optional<int64_t> Members::group_rank_of(int64_t rank) const {
   // Most groups are all ranks, in order.
   if (rank >= 0 && rank < size() && ranks_[rank] == rank) return rank;
   const auto found = std::find(ranks_.begin(), ranks_.end(), rank);

@@ -14,7 +14,7 @@
 namespace tessera::sharded {
 
 /// Which ranks share a tensor, as callers say it: all of the current world, those of a group, or those with
-/// these (global) numbers. Ranks that are not among them may say so too, with the numbers: they get a tensor
+/// these global ranks. Ranks that are not among them may pass the same list: they get a tensor
 /// of which they hold nothing.
 class TESSERA_API Ranks {
  public:
@@ -36,22 +36,22 @@ class TESSERA_API Ranks {
 class TESSERA_API Members {
  public:
   /// For tensors on `device`. Throws if there is no world, or a rank is outside it. A group that the world
-  /// did not make is asked for its ranks, which is collective.
+  /// did not make exchanges its ranks, which is collective.
   Members(const Ranks& ranks, c10::DeviceType device);
   ~Members();
 
   const std::shared_ptr<World>& world() const { return world_; }
   /// Null on other ranks.
   const Group& group() const { return group_; }
-  /// Global numbers, in the order of the group.
+  /// Global ranks, in the order of the group.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
-  /// This rank's global number, and its place in the group: -1 if it is not in it.
+  /// This rank's global rank, and its rank in the group: -1 if it is not in it.
   int64_t rank() const { return world_->rank(); }
   int64_t group_rank() const { return place_; }
   bool is_member() const { return place_ >= 0; }
-  /// The place in the group of a global rank, or nothing.
-  std::optional<int64_t> place_of(int64_t rank) const;
+  /// The rank in the group of a global rank, or nothing.
+  std::optional<int64_t> group_rank_of(int64_t rank) const;
 
   /// Where tensors for collectives of the group must lie.
   c10::Device device() const;
@@ -70,10 +70,10 @@ class TESSERA_API Members {
 
 using MembersPtr = std::shared_ptr<const Members>;
 
-/// Each rank's text, by place in the group. Collective.
-std::vector<std::string> all_gather_text(const std::string& mine, const Members& members);
+/// Each rank's text, by rank in the group. Collective.
+TESSERA_API std::vector<std::string> all_gather_text(const std::string& mine, const Members& members);
 
 /// Whether all ranks say yes. Collective.
-bool all_agree(bool mine, const Members& members);
+TESSERA_API bool all_agree(bool mine, const Members& members);
 
 }  // namespace tessera::sharded

@@ -90,7 +90,7 @@ void sharded_op_impl(const std::string& op, Function function) {
 TESSERA_API std::vector<std::string> sharded_ops();
 
 /// The same operator on each local shard: a tensor of the same tiling, or the argument that it writes into.
-/// For operators that compute each element from those in the same place of sharded tensors of one tiling, and
+/// For operators that compute each element from those at the same index of sharded tensors of one tiling, and
 /// from plain tensors of one element:
 ///   custom_sharded_op("mine::squash", on_local_shards);
 /// Those of libtorch that it says to be pointwise work so without being registered.

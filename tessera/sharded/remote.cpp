@@ -89,7 +89,7 @@ int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& mem
   TESSERA_CHECK_VALUE(rank, "The placement ", *placement,
                       " names a device, but not whose: expected a rank, as in \"rank:0/", placement->device(),
                       "\".");
-  TESSERA_CHECK_VALUE(members.place_of(*rank), "The placement ", *placement, ": rank ", *rank,
+  TESSERA_CHECK_VALUE(members.group_rank_of(*rank), "The placement ", *placement, ": rank ", *rank,
                       " is not among the ranks ", c10::IntArrayRef(members.ranks()),
                       " of the process group.");
   return *rank;

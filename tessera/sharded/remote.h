@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-/// Shards that other ranks hold, where one asks for them: over RPC between processes (comm/rpc.h), directly
+/// Access to the shards of other ranks: over RPC between processes (comm/rpc.h), directly
 /// between threads of one.
 namespace tessera::sharded {
 
@@ -41,17 +41,17 @@ class TESSERA_API RemoteShard {
 /// By (global) rank; ranks that hold no shards, and this one, are not in it.
 using RemoteShards = std::map<int64_t, std::vector<RemoteShard>>;
 
-/// What ranks know of each other's shards. Others can read this rank's as long as `mine` lives.
+/// What ranks know of each other's shards. Others can read this rank's as long as `mine` is alive.
 struct SharedShards {
   std::shared_ptr<const Published> mine = {};
   RemoteShards others = {};
 };
 
-/// Tells all members of this rank's shards, and is told of theirs. Collective over the members; throws on all
+/// Exchanges references to shards among all members. Collective over the members; throws on all
 /// of them if one has no RPC and needs it. Nothing on other ranks.
-SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members);
+TESSERA_API SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Members& members);
 
 /// The (global) rank that a placement names. Throws if it names none, or one that is not among the members.
-int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);
+TESSERA_API int64_t rank_of(const std::optional<RemoteDevice>& placement, const Members& members);
 
 }  // namespace tessera::sharded

@@ -58,7 +58,7 @@ RemoteDevice::RemoteDevice(std::string_view text) {
   const std::string_view digits = owner.substr(colon + 1);
   require(owner.substr(0, colon) == "rank", "only \"rank\" can have a number");
   rank_ = digits.empty() ? std::nullopt : parse_rank(digits);
-  require(rank_.has_value(), "a rank is a whole number from 0");
+  require(rank_.has_value(), "a rank is an integer from 0");
 }
 
 RemoteDevice::RemoteDevice(int64_t rank, c10::Device device) : rank_(rank), device_(device) {

@@ -19,7 +19,7 @@ struct TESSERA_API LocalShard {
   /// if it has one.
   LocalShard(at::Tensor tensor, ShardMetadata metadata);
 
-  /// A shard of its size, at that place, on its device of that (global) rank.
+  /// A shard of the size and on the device of `tensor`, at these offsets, of that global rank.
   static LocalShard from_tensor_and_offsets(at::Tensor tensor, std::vector<int64_t> offsets, int64_t rank);
 };
 

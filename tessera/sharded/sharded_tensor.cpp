@@ -26,7 +26,7 @@ at::Device device_of(const ShardedTensorState& state) {
 c10::DispatchKeySet keys_of(const ShardedTensorState& state) {
   const auto& properties = state.metadata.tensor_properties;
   return c10::DispatchKeySet(c10::computeDispatchKey(properties.dtype, std::nullopt, device_of(state)))
-      .add(ShardedTensorImpl::kKey);
+      .add(kShardedTensorKey);
 }
 
 const ShardedTensorState& state_of(const at::Tensor& tensor) {
@@ -58,7 +58,7 @@ const ShardedTensorState& ShardedTensorImpl::state() {
 }
 
 const char* ShardedTensorImpl::tensorimpl_type_name() const {
-  return "a ShardedTensor, whose data lies on many ranks: use local_shards() for this rank's part, or "
+  return "a ShardedTensor, whose data lies on many ranks: use local_shards() for those of this rank, or "
          "gather() "
          "for all";
 }
@@ -119,9 +119,8 @@ ShardedTensor make_sharded_tensor(ShardedTensorState state) {
   if (state.init_rrefs) state.shared = share_shards(state.local_shards, *state.members);
   at::Tensor tensor = at::detail::make_tensor<ShardedTensorImpl>(std::move(state));
   tensor.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      "A ShardedTensor has no data pointer, as its data lies on many ranks: use local_shards() for this "
-      "rank's "
-      "part, or gather() for all.");
+      "A ShardedTensor has no data pointer, as its data lies on many ranks: use local_shards() for those of "
+      "this rank, or gather() for all.");
   if (requires_grad) tensor.set_requires_grad(true);
   state_of(tensor);  // the history of the local tensors is that of the whole
   return tensor;
@@ -171,7 +170,7 @@ std::vector<at::Tensor> local_tensors_as(const std::vector<ShardMetadata>& tilin
                 ", is a plain one; shard it with shard_tensor.");
   const ShardedTensorState& state = state_of(tensor);
   const std::vector<ShardMetadata>& own = state.metadata.shards_metadata;
-  TESSERA_CHECK(is_same_tiling(own, tiling), what, ": its sharded tensors are cut differently, one by ",
+  TESSERA_CHECK(is_same_tiling(own, tiling), what, ": its sharded tensors are sharded differently, one by ",
                 *state.spec, "; reshard it.");
   if (own == tiling || state.local_shards.empty()) return state.local_tensors();
   std::unordered_multimap<ShardMetadata, at::Tensor> locals;
@@ -218,7 +217,7 @@ std::vector<at::Tensor> ShardedTensor::local_tensors() const { return state_of(*
 
 const at::Tensor& ShardedTensor::local_tensor() const {
   const auto& shards = local_shards();
-  TESSERA_CHECK(shards.size() == 1, "local_tensor: rank ", process_group().rank(), " holds ", shards.size(),
+  TESSERA_CHECK(shards.size() == 1, "local_tensor: rank ", process_group().rank(), " has ", shards.size(),
                 " shards of this tensor, not one. Use local_shards().");
   return shards[0].tensor;
 }

@@ -19,16 +19,16 @@
 namespace tessera {
 namespace sharded {
 
-/// A tensor cut into boxes that lie on many ranks: any tiling, any number of boxes on a rank, also none. It
-/// is an at::Tensor with the size, dtype and device of the whole, so it can be a parameter of a module;
-/// operators on it are those of a registry (registry.h), to which you can add yours. Any at::Tensor that is
-/// sharded can be seen as one:
+/// A tensor split into boxes that lie on many ranks: any tiling, any number of boxes on a rank, also none. It
+/// is an at::Tensor with the size, dtype and device of the global tensor, so it can be a parameter of a
+/// module; operators on it are those of a registry (registry.h), to which you can add yours. Any at::Tensor
+/// that is sharded can be seen as one:
 ///
 ///   auto weight = sharded::rand(ChunkShardingSpec(0, {"rank:0/cpu", "rank:1/cpu"}), {10, 4});
 ///   at::Tensor tensor = weight;
 ///   ShardedTensor(tensor).local_shards()     // throws if it were not sharded
 ///
-/// Its local shards are ordinary tensors, and share `requires_grad` and the gradient with the whole:
+/// Its local shards are ordinary tensors, and share `requires_grad` and the gradient with it:
 /// `grad().local_tensor()` is `local_tensor().grad()`. So libtorch's optimisers, `zero_grad` and
 /// `clip_grad_norm_` work on it.
 class TESSERA_API ShardedTensor : public at::Tensor {
@@ -47,7 +47,7 @@ class TESSERA_API ShardedTensor : public at::Tensor {
   const std::vector<LocalShard>& local_shards() const;
   /// The tensor of the only shard of this rank. Throws if it has none or several.
   const at::Tensor& local_tensor() const;
-  /// The tensors of the local shards; on a rank that has none, an empty tensor in their place. A loss made of
+  /// The tensors of the local shards; on a rank that has none, one empty tensor instead. A loss made of
   /// these can be differentiated on every rank, as it must be where backward is collective (`reshard`).
   std::vector<at::Tensor> local_tensors() const;
   /// The ranks that share it.
@@ -62,27 +62,27 @@ class TESSERA_API ShardedTensor : public at::Tensor {
   /// A copy whose local shards are in pinned memory; itself if they are already.
   ShardedTensor pin_memory() const;
 
-  /// Of the whole and of the local shards.
+  /// Of the sharded tensor and of its local shards.
   const ShardedTensor& requires_grad_(bool requires_grad = true) const;
   /// The gradients of the local shards as a sharded tensor. Undefined if none of them has one; if only some
   /// have, the others' become zeros. Not collective.
   ShardedTensor grad() const;
 
   struct GatherOptions {
-    /// Where the whole tensor is to be written, on the destination only. By default it is allocated there.
+    /// Where the global tensor is to be written, on the destination only. By default it is allocated there.
     at::Tensor out = {};
     /// What the values are sent as. By default the tensor's own dtype.
     std::optional<at::ScalarType> dtype = {};
     /// `out` must have the tensor's own dtype.
     bool enforce_dtype = false;
   };
-  /// The whole tensor, on the `dst`-th rank of the group; undefined on the others. Collective.
+  /// The global tensor, on the `dst`-th rank of the group; undefined on the others. Collective.
   at::Tensor gather(int64_t dst, const GatherOptions& options) const;
   at::Tensor gather(int64_t dst = 0) const;
 
-  /// The same tensor cut otherwise, by whatever spec. Collective: one exchange, in which each element that
-  /// changes its rank is sent once; memory is needed for the result and what is under way. Differentiable.
-  /// Itself if the spec is the same.
+  /// The same tensor sharded by another spec, of any kind. Collective: one all-to-all, in which each element
+  /// that changes its rank is sent once; memory is needed for the result and what is under way.
+  /// Differentiable. Itself if the spec is the same.
   ShardedTensor reshard(const ShardingSpec& spec) const;
 
   struct ToOptions {
@@ -107,12 +107,12 @@ class TESSERA_API ShardedTensor : public at::Tensor {
                      at::MemoryFormat memory_format = at::MemoryFormat::Preserve,
                      const std::optional<Ranks>& process_group = std::nullopt) const;
 
-  /// What this rank holds, the metadata and the spec, as bytes; and back, on the ranks of the innermost
-  /// LoadWithProcessGroup (state.h), else on all. Throws if rank or number of ranks are not what they were.
+  /// The local shards, the metadata and the spec, as bytes; and back, on the ranks of the innermost
+  /// LoadWithProcessGroup (state.h), else on all. Throws if the rank or the world size has changed.
   std::string to_bytes() const;
   static ShardedTensor from_bytes(std::string_view bytes);
 
-  /// Tensors are told apart, not compared.
+  /// Compares identities, not values.
   size_t hash() const;
   /// "ShardedTensor [10, 4] f32: [0, 0]+[5, 4] rank:0/cpu, [5, 0]+[5, 4] rank:1/cpu"
   friend TESSERA_API std::ostream& operator<<(std::ostream& out, const ShardedTensor& tensor);

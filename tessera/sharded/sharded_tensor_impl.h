@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dispatch_keys.h>
 #include <tessera/export.h>
 #include <tessera/sharded/sharded_tensor.h>
 
@@ -15,7 +16,7 @@ struct ShardedTensorState {
   MembersPtr members;
   bool init_rrefs = false;
   SharedShards shared = {};  // if init_rrefs
-  /// In the place of local shards on a rank that has none: an empty tensor with their history and their
+  /// Stands for the local shards on a rank that has none: an empty tensor with their history and their
   /// requires_grad, so that this rank takes part in backward, and has a gradient when the others have one.
   at::Tensor anchor = {};
 
@@ -27,26 +28,23 @@ struct ShardedTensorState {
 at::Tensor empty_part(c10::IntArrayRef size, at::ScalarType dtype, at::Device device);
 
 /// What makes an at::Tensor a sharded one. Operators on it reach our registry by the dispatch key
-/// DeferredInit, which no other code uses and which stands above autograd, autocast and the decomposition of
-/// composite operators: so a registered implementation of `linear` sees `linear`, and autograd sees what it
-/// does with the local shards.
+/// kShardedTensorKey, above autograd: so a registered implementation of `linear` sees `linear`, and autograd
+/// sees what it does with the local shards.
 ///
-/// `requires_grad` and `grad` of the whole and of its local tensors are one truth, kept in two places:
-/// whoever asks for one of them through the whole first lets both agree. What changed since they last agreed
-/// wins.
+/// `requires_grad` and `grad` of the sharded tensor and of its local tensors always agree, though each has
+/// its own: reading either through the sharded tensor first synchronizes the two. What changed since they
+/// last agreed wins.
 class TESSERA_API ShardedTensorImpl final : public c10::TensorImpl {
  public:
-  static constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
-
   explicit ShardedTensorImpl(ShardedTensorState state);
 
   /// The impl of a sharded tensor, or null if `tensor` is none.
   static ShardedTensorImpl* of(const at::Tensor& tensor) {
     auto* impl = tensor.unsafeGetTensorImpl();
-    return impl->key_set().has(kKey) ? static_cast<ShardedTensorImpl*>(impl) : nullptr;
+    return impl->key_set().has(kShardedTensorKey) ? static_cast<ShardedTensorImpl*>(impl) : nullptr;
   }
 
-  /// After the whole and its local tensors have come to agree.
+  /// After the sharded tensor and its local tensors have been synchronized.
   const ShardedTensorState& state();
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
@@ -68,14 +66,14 @@ class TESSERA_API ShardedTensorImpl final : public c10::TensorImpl {
   Meta& meta();
   void agree();
   void agree_on_requires_grad();
-  /// Puts what was written into the gradient of the whole into those of the local tensors.
+  /// Puts what was written into the gradient of the sharded tensor into those of the local tensors.
   void take_written_grad();
   void agree_on_grad();
   /// From now on does the former before autograd adds to the gradient of a local tensor.
   void watch();
 
   ShardedTensorState state_;
-  at::Tensor agreed_grad_;  // that of the whole when all last agreed
+  at::Tensor agreed_grad_;  // that of the sharded tensor when all last agreed
   bool watches_ = false;
 };
 

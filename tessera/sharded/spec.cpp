@@ -48,7 +48,7 @@ ShardedTensorMetadata ChunkShardingSpec::build_metadata(c10::IntArrayRef size,
                                                         const TensorProperties& properties) const {
   const auto ndim = static_cast<int64_t>(size.size());
   TESSERA_CHECK_VALUE(dim_ < ndim && dim_ >= -ndim, "ChunkShardingSpec: there is no dim ", dim_,
-                      " to cut in a tensor of size ", size, ".");
+                      " to shard in a tensor of size ", size, ".");
   const int64_t dim = dim_ < 0 ? dim_ + ndim : dim_;
   ShardedTensorMetadata result;
   result.size = size.vec();

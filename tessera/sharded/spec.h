@@ -19,20 +19,20 @@ namespace tessera::sharded {
 
 class ShardedTensor;
 
-/// How tensors are cut into shards, and where these lie. Derive from it to define your own; all that works on
-/// any tiling (init, gather, reshard, shard_parameter, ...) works on yours.
+/// How tensors are split into shards, and which rank and device has each. Derive from it to define your own;
+/// all that works on any tiling (init, gather, reshard, shard_parameter, ...) works on yours.
 class TESSERA_API ShardingSpec {
  public:
   virtual ~ShardingSpec();
 
-  /// All shards of a tensor of that size. Throws if it cannot be cut so.
+  /// All shards of a tensor of that size. Throws if the spec does not fit the size.
   virtual ShardedTensorMetadata build_metadata(c10::IntArrayRef size,
                                                const TensorProperties& properties) const = 0;
-  /// Tells specs of one class apart: equal text, equal spec.
+  /// A text that is equal exactly for equal specs of one class.
   virtual std::string str() const = 0;
   virtual std::shared_ptr<const ShardingSpec> clone() const = 0;
 
-  /// Cuts the tensor of the `src_rank`-th rank of the group and gives each rank its shards. Collective. The
+  /// Shards the tensor of the `src_rank`-th rank of the group and scatters the shards. Collective. The
   /// other ranks give tensors of the same size and dtype, whose values do not count.
   virtual ShardedTensor shard(const at::Tensor& tensor, int64_t src_rank = 0,
                               const Ranks& process_group = {}) const;
@@ -44,7 +44,7 @@ class TESSERA_API ShardingSpec {
 
 using ShardingSpecPtr = std::shared_ptr<const ShardingSpec>;
 
-/// Cuts one dim (negative counts from the end) into as many chunks as there are placements, as torch.chunk
+/// Splits one dim (negative counts from the end) into as many chunks as there are placements, as torch.chunk
 /// does: 10 rows on 4 ranks are 3, 3, 3 and 1; 2 rows are 1, 1, 0 and 0. A rank may have several placements.
 ///   ChunkShardingSpec(0, {"rank:0/cpu", "rank:1/cpu"})
 class TESSERA_API ChunkShardingSpec final : public ShardingSpec {
@@ -69,7 +69,7 @@ class TESSERA_API ChunkShardingSpec final : public ShardingSpec {
 /// Names every shard.
 class TESSERA_API EnumerableShardingSpec final : public ShardingSpec {
  public:
-  /// Throws if there are none, or they overlap, or differ in their number of dims.
+  /// Throws if there are none, or they overlap, or differ in ndim.
   explicit EnumerableShardingSpec(std::vector<ShardMetadata> shards);
 
   const std::vector<ShardMetadata>& shards() const { return shards_; }
@@ -87,10 +87,10 @@ class TESSERA_API EnumerableShardingSpec final : public ShardingSpec {
 /// The two specs above from their text; null if it is of another spec.
 TESSERA_API ShardingSpecPtr parse_sharding_spec(std::string_view text);
 
-/// The spec by which shards were cut: chunks of one dim if they are, else each by name.
+/// The spec that gives these shards: a ChunkShardingSpec if there is one, else an EnumerableShardingSpec.
 TESSERA_API ShardingSpecPtr infer_sharding_spec(const std::vector<ShardMetadata>& shards);
 
-/// Where something lies that is not cut. Derive from it for other ways of placing.
+/// The device of something that is not sharded. Derive from it to define your own.
 class TESSERA_API PlacementSpec {
  public:
   virtual ~PlacementSpec();

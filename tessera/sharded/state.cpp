@@ -16,8 +16,6 @@ namespace {
 
 constexpr std::string_view kMagic = "tessera sharded tensor 1", kDictMagic = "tessera state dict 1";
 
-thread_local const Ranks* load_ranks = nullptr;
-
 void write_tensor(ByteWriter& out, const at::Tensor& given) {
   const at::Tensor tensor = given.detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
   out.put(static_cast<int8_t>(given.scalar_type()));
@@ -52,14 +50,17 @@ bool is_tiled_alike(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-LoadWithProcessGroup::LoadWithProcessGroup(Ranks process_group) : ranks_(std::move(process_group)) {
-  TESSERA_CHECK(!load_ranks, "LoadWithProcessGroup: there is one already on this thread.");
-  load_ranks = &ranks_;
+LoadWithProcessGroup::LoadWithProcessGroup(Ranks process_group)
+    : ranks_(std::move(process_group)), scope_(&ranks_) {
+  TESSERA_CHECK(!scope_.outer(), "LoadWithProcessGroup: there is one already on this thread.");
 }
 
-LoadWithProcessGroup::~LoadWithProcessGroup() { load_ranks = nullptr; }
+LoadWithProcessGroup::~LoadWithProcessGroup() = default;
 
-Ranks LoadWithProcessGroup::current() { return load_ranks ? *load_ranks : Ranks(); }
+Ranks LoadWithProcessGroup::current() {
+  const Ranks* ranks = ThreadScope<const Ranks*, LoadWithProcessGroup>::current();
+  return ranks ? *ranks : Ranks();
+}
 
 std::string ShardedTensor::to_bytes() const {
   log_call("ShardedTensor::to_bytes", [&] { return metadata().str(); });
@@ -154,9 +155,9 @@ void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state,
   for (const std::string& name : others) {
     TESSERA_CHECK(
         replace_parameter(module, name.substr(prefix.size()), state.at(name), /*only_if_all=*/true),
-        "load_state_dict: somebody else holds \"", name,
-        "\", and would go on with what it was, as it is cut otherwise in what is loaded: an optimiser "
-        "or a list of parameters (make them afterwards), or a member of a class of yours (tell of it "
+        "load_state_dict: another handle exists on \"", name,
+        "\", which would keep the old tensor, as it is sharded differently in what is loaded: an optimiser "
+        "or a list of parameters (make them afterwards), or a member of a class of yours (register it "
         "with tessera::register_members<M>(&M::member)).");
   }
 }

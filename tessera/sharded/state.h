@@ -2,6 +2,7 @@
 
 #include <tessera/export.h>
 #include <tessera/sharded/sharded_tensor.h>
+#include <tessera/thread_scope.h>
 
 #include <map>
 #include <string>
@@ -16,8 +17,8 @@ class Module;
 /// Sharded tensors in what is saved: each rank saves and loads its own shards.
 namespace tessera::sharded {
 
-/// While it lives, tensors that this thread loads are shared by these ranks, instead of by all. Throws if
-/// there is one already.
+/// While alive, makes tensors that the calling thread loads shared by these ranks, instead of by all. Throws
+/// if there is one already.
 class TESSERA_API LoadWithProcessGroup {
  public:
   explicit LoadWithProcessGroup(Ranks process_group);
@@ -29,7 +30,8 @@ class TESSERA_API LoadWithProcessGroup {
   static Ranks current();
 
  private:
-  Ranks ranks_;
+  const Ranks ranks_;
+  ThreadScope<const Ranks*, LoadWithProcessGroup> scope_;
 };
 
 /// Tensors by name, plain and sharded.

@@ -44,7 +44,7 @@ void validate_non_overlapping_shards_metadata(const std::vector<ShardMetadata>& 
   const auto [first, second] = *found;
   const auto shared = intersect(boxes[first], boxes[second]);
   TESSERA_CHECK_VALUE(false, "Shards ", first, " (", shards[first], ") and ", second, " (", shards[second],
-                      ") overlap: both hold element ", c10::IntArrayRef(shared->offsets), ".");
+                      ") overlap: both have element ", c10::IntArrayRef(shared->offsets), ".");
 }
 
 void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef size) {
@@ -63,13 +63,13 @@ void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef siz
                           shard.shard_offsets[dim] + shard.shard_sizes[dim], ".");
     }
   }
-  const Volume whole = volume_of(size);
-  if (held == whole) return;
-  const auto gap = held < whole ? find_gap(boxes_of(shards), size) : std::nullopt;
-  TESSERA_CHECK_VALUE(!gap, "The shards are not all of a tensor of size ", size, ": they hold ", held,
-                      " of its ", whole, " elements, and none holds element ", c10::IntArrayRef(*gap), ".");
-  TESSERA_CHECK_VALUE(false, "The shards hold ", held, " elements, but a tensor of size ", size, " has ",
-                      whole, ": some of them overlap.");
+  const Volume expected = volume_of(size);
+  if (held == expected) return;
+  const auto gap = held < expected ? find_gap(boxes_of(shards), size) : std::nullopt;
+  TESSERA_CHECK_VALUE(!gap, "The shards are not all of a tensor of size ", size, ": they have ", held,
+                      " of its ", expected, " elements, and none has element ", c10::IntArrayRef(*gap), ".");
+  TESSERA_CHECK_VALUE(false, "The shards have ", held, " elements, but a tensor of size ", size, " has ",
+                      expected, ": some of them overlap.");
 }
 
 }  // namespace tessera::sharded

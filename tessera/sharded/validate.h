@@ -14,7 +14,7 @@ inline Box box_of(const ShardMetadata& shard) { return {shard.shard_offsets, sha
 TESSERA_API std::vector<Box> boxes_of(const std::vector<ShardMetadata>& shards);
 
 /// Throws, naming two shards and an element that both hold, if any two overlap, or if they differ in their
-/// number of dims. Shards that hold nothing overlap none. Near-linear in the number of shards; see
+/// number of dims. Empty shards overlap none. Near-linear in the number of shards; see
 /// for_each_overlap.
 TESSERA_API void validate_non_overlapping_shards_metadata(const std::vector<ShardMetadata>& shards);
 

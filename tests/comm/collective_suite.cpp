@@ -1,5 +1,7 @@
 #include "tests/comm/collective_suite.h"
 
+#include <tessera/comm/packed_all_to_all.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -317,6 +319,58 @@ void check_overlapping(const Context& x) {
   comm::barrier(x.group).wait();
 }
 
+/// Tensor i that rank `from` has for rank `to`; some are empty.
+at::Tensor item(int64_t from, int64_t to, int64_t i, at::ScalarType dtype) {
+  const int64_t rows = (from + 2 * to + i) % 3;
+  return (at::arange(rows * 4, at::kLong) + 5 * from + to + 3 * i).view({rows, 4}).to(dtype);
+}
+
+/// Lists of different lengths, of views with other strides, received into views of one tensor.
+void check_packed(const Context& x) {
+  const auto count = [](int64_t from, int64_t to) { return (from + to) % 3; };
+  for (const at::ScalarType dtype : {at::kFloat, at::kLong, at::kBool, at::kComplexFloat}) {
+    for (const comm::Write write : {comm::Write::copy, comm::Write::add}) {
+      if (write == comm::Write::add && dtype == at::kBool) continue;
+      std::vector<comm::Tensors> inputs(x.n), outputs(x.n), expected(x.n);
+      int64_t rows = 0;
+      for (int64_t r = 0; r < x.n; ++r) {
+        for (int64_t i = 0; i < count(x.me, r); ++i) inputs[r].push_back(transposed(item(x.me, r, i, dtype)));
+        for (int64_t i = 0; i < count(r, x.me); ++i) {
+          expected[r].push_back(item(r, x.me, i, dtype));
+          rows += expected[r].back().size(0);
+        }
+      }
+      const at::Tensor target = at::ones({4, rows}, dtype);  // its columns are not contiguous
+      int64_t row = 0;
+      for (int64_t r = 0; r < x.n; ++r) {
+        for (const at::Tensor& each : expected[r]) {
+          outputs[r].push_back(target.t().narrow(0, row, each.size(0)));
+          row += each.size(0);
+        }
+      }
+      comm::packed_all_to_all(outputs, inputs, at::TensorOptions(dtype), x.group, write);
+      for (int64_t r = 0; r < x.n; ++r) {
+        for (size_t i = 0; i < expected[r].size(); ++i) {
+          expect_same(outputs[r][i], write == comm::Write::add ? expected[r][i] + 1 : expected[r][i],
+                      "packed_all_to_all");
+        }
+      }
+    }
+  }
+  // One contiguous tensor for each rank is sent and received without packing, and converted.
+  std::vector<comm::Tensors> inputs(x.n), outputs(x.n);
+  for (int64_t r = 0; r < x.n; ++r) {
+    inputs[r] = {at::full({2}, static_cast<double>(x.me), at::kDouble)};
+    outputs[r] = {at::zeros({2})};
+  }
+  comm::packed_all_to_all(outputs, inputs, at::kFloat, x.group);
+  for (int64_t r = 0; r < x.n; ++r)
+    expect_same(outputs[r][0], at::full({2}, static_cast<float>(r)), "packed_all_to_all, converted");
+  // Without a group, a rank is alone.
+  comm::packed_all_to_all({{outputs[0][0]}}, {{at::full({2}, 9.f)}}, at::kFloat, {}, comm::Write::add);
+  expect_same(outputs[0][0], at::full({2}, 9.f), "packed_all_to_all without a group");
+}
+
 }  // namespace
 
 void run_collective_suite(const Group& group) {
@@ -329,6 +383,7 @@ void run_collective_suite(const Group& group) {
   check_not_plain(context, at::kFloat, negated);
   check_not_plain(context, at::kComplexFloat, conjugated);
   check_overlapping(context);
+  check_packed(context);
 }
 
 void run_collective_suite_on_all_groups() {

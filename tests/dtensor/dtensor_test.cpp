@@ -3,9 +3,13 @@
 #include <tessera/comm/run.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/redistribute/plan_cache.h>
 
+#include <algorithm>
 #include <fstream>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <sstream>
 #include <unistd.h>
 
@@ -398,16 +402,19 @@ TEST(DTensorApi, GradientsThroughRedistribute) {
   for (const std::vector<int64_t>& shape :
        {std::vector<int64_t>{1}, {2}, {3}, {4}, {2, 2}, {2, 3}, {2, 2, 2}}) {
     const auto layouts = all_layouts(static_cast<int64_t>(shape.size()));
-    const size_t stride = shape.size() == 3                     ? 397
-                          : shape == std::vector<int64_t>{2, 3} ? 7
-                                                                : 1;  // else a sample
+    std::vector<size_t> pairs(layouts.size() * layouts.size());
+    std::iota(pairs.begin(), pairs.end(), 0);
+    if (shape.size() == 3 || shape == std::vector<int64_t>{2, 3}) {  // a sample
+      std::shuffle(pairs.begin(), pairs.end(), std::mt19937(0));
+      pairs.resize(pairs.size() / (shape.size() == 3 ? 397 : 7) + 1);
+    }
     run(c10::multiply_integers(shape), [&] {
       const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
       for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{4, 6}, {5, 7}, {1, 3}, {0, 2}}) {
         const at::Tensor weights = numbers(sizes, 4);
         const DTensor replicated =
             distribute_tensor(weights, mesh, Placements(mesh.ndim(), Replicate()), std::nullopt);
-        for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += stride) {
+        for (const size_t pair : pairs) {
           const Placements &from = layouts[pair / layouts.size()], &to = layouts[pair % layouts.size()];
           const DTensor x = distribute_tensor(numbers(sizes).requires_grad_(), mesh, from, std::nullopt);
           DTensor::RedistributeOptions options;
@@ -423,6 +430,27 @@ TEST(DTensorApi, GradientsThroughRedistribute) {
       }
     });
   }
+}
+
+TEST(DTensorApi, RedistributeSearchesOnceForItsPlan) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DTensor x = distribute_tensor(numbers({4, 6}).requires_grad_(), mesh, {Shard(0)});
+    DTensor::RedistributeOptions half;
+    half.forward_dtype = at::kHalf;
+    auto step = [&] {
+      x.redistribute({Shard(1)}).sum().backward();
+      x.redistribute({Replicate()}, half);
+      x.full_tensor();
+    };
+    step();
+    const CacheStatistics before = plan_cache_statistics();
+    step();
+    const CacheStatistics after = plan_cache_statistics();
+    EXPECT_EQ(after.misses, before.misses);
+    EXPECT_EQ(after.size, before.size);
+    EXPECT_GE(after.hits, before.hits + 3);
+  });
 }
 
 TEST(DTensorApi, RedistributeInAnotherDtype) {

@@ -540,7 +540,7 @@ TEST(DeviceMesh, ConcatenateRefusesStrangersAndOverlap) {
   EXPECT_THAT(message_of([&] {
                 DeviceMesh::concatenate({mesh["dp"], larger["y"]});
               }),
-              HasSubstr("Cannot concatenate mesh(dp=2) and mesh(y=8): they are not cut from the same root"));
+              HasSubstr("Cannot concatenate mesh(dp=2) and mesh(y=8): they are not slices of the same root"));
   const DeviceMesh meta = init_device_mesh(at::kMeta, {2, 2, 2}, {"dp", "cp", "tp"}, world);
   EXPECT_THAT(message_of([&] { DeviceMesh::concatenate({mesh["dp"], meta["cp"]}); }), HasSubstr("same root"));
   const DeviceMesh elsewhere = init_device_mesh(at::kCPU, {2, 2, 2}, {"dp", "cp", "tp"}, fake_world(0, 16));
@@ -687,7 +687,7 @@ TEST(DeviceMesh, SaysWhichDimItNeeds) {
               }),
               HasSubstr("There is no group along 'dp' and 0 of mesh(dp=2, tp=2): they overlap."));
   EXPECT_THAT(message_of([&] { mesh.rank_at({1}); }),
-              HasSubstr("The coordinate [1] has 1 places, but mesh(dp=2, tp=2) has 2 dims"));
+              HasSubstr("The coordinate [1] has 1 dims, but mesh(dp=2, tp=2) has 2 dims"));
   EXPECT_THAT(message_of<c10::IndexError>([&] {
                 mesh.rank_at({0, 2});
               }),
@@ -828,7 +828,7 @@ TEST(FromGroup, RefusesWhatDoesNotFit) {
       make(foreign_group(0, 2), {5, 6, 7}),
       HasSubstr("The group given for mesh dim 'dp' has 2 ranks, but mesh(dp=3) has 3 along that dim"));
   EXPECT_THAT(make(foreign_group(1, 2), {5, 6}),
-              HasSubstr("Rank 5 is number 1 in the group given for mesh dim 'dp', but number 0 along"));
+              HasSubstr("Rank 5 has rank 1 in the group given for mesh dim 'dp', but coordinate 0 along"));
   EXPECT_THAT(make(foreign_group(1, 2), {6, 7}), HasSubstr("Rank 5 is not among the ranks of mesh(dp=2)"));
 }
 
@@ -867,7 +867,7 @@ TEST(FromGroups, RefusesWhatDoesNotFit) {
   EXPECT_THAT(make({}), HasSubstr("has 2 dims, but 0 groups are given"));
   EXPECT_THAT(make({dp, nullptr}), HasSubstr("The group given for mesh dim 'tp' is null"));
   EXPECT_THAT(make({dp, foreign_group(1, 2)}), HasSubstr("mesh dim 'tp' has 2 ranks"));
-  EXPECT_THAT(make({dp, foreign_group(2, 3)}), HasSubstr("mesh dim 'tp', but number 1"));
+  EXPECT_THAT(make({dp, foreign_group(2, 3)}), HasSubstr("mesh dim 'tp', but coordinate 1"));
   EXPECT_THAT(make({dp, world->group({3, 4, 6}, at::kCPU)}),
               HasSubstr("mesh dim 'tp' is of ranks [3, 4, 6], but along that dim mesh(dp=2, tp=3) has ranks "
                         "[3, 4, 5]"));

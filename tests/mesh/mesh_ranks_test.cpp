@@ -147,5 +147,36 @@ TEST(MeshRanks, MeshesOfDifferentRanksDiffer) {
   EXPECT_EQ(*meshes[1]->get_coordinate(), std::vector<int64_t>{1});
 }
 
+TEST_P(MeshOnRanks, CoordinatesAreThoseOfGroups) {
+  const auto [rows, columns, outside] = GetParam();
+  on_ranks(rows * columns + outside, [rows = rows, columns = columns] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {rows, columns});
+    const auto all = mesh.coordinates();
+    ASSERT_EQ(static_cast<int64_t>(all.size()), mesh.size());
+    for (size_t i = 0; i < all.size(); ++i) EXPECT_EQ(mesh.rank_at(all[i]), mesh.ranks()[i]);
+    if (!mesh.is_member()) {
+      EXPECT_THROW(mesh.coordinates_along({0}), c10::Error);
+      EXPECT_THROW(mesh.get_joint_group(), c10::Error);
+      return;
+    }
+    for (const std::vector<int64_t>& dims :
+         {std::vector<int64_t>{0}, std::vector<int64_t>{1}, std::vector<int64_t>{0, 1},
+          std::vector<int64_t>{1, 0}, std::vector<int64_t>{}}) {
+      std::vector<int64_t> ranks;
+      for (const auto& coordinate : mesh.coordinates_along(dims)) ranks.push_back(mesh.rank_at(coordinate));
+      if (dims.empty()) {
+        EXPECT_EQ(ranks, std::vector<int64_t>{get_rank()});
+        continue;
+      }
+      const Group group = mesh.get_group({dims.begin(), dims.end()});
+      EXPECT_EQ(mesh.world()->ranks_of(group), ranks);
+    }
+    EXPECT_EQ(mesh.coordinates_along({-1}), mesh.coordinates_along({1}));
+    EXPECT_THROW(mesh.coordinates_along({2}), c10::Error);
+    EXPECT_EQ(mesh.world()->ranks_of(mesh.get_joint_group()), mesh.ranks());
+    EXPECT_EQ(all_reduced(mesh.get_joint_group()), contribution(mesh.ranks()));
+  });
+}
+
 }  // namespace
 }  // namespace tessera

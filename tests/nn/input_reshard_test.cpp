@@ -38,7 +38,7 @@ TEST(InputReshard, GathersInBackwardWhatItCut) {
       linear->zero_grad();
       counts.reset();
       linear(input).pow(2).sum().backward();
-      EXPECT_EQ(counts.calls("all_gather"), 0) << counts;  // nothing is cut outside its scope
+      EXPECT_EQ(counts.calls("all_gather"), 0) << counts;  // nothing is sharded outside its scope
     });
   }
 }

@@ -1,4 +1,4 @@
-// Losses over classes that are cut, against one device.
+// Losses over classes that are sharded, against one device.
 
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
@@ -52,17 +52,17 @@ void compare(const Case& c, const std::vector<int64_t>& mesh_shape) {
   (expected * weights).sum().backward();
   run(c10::multiply_integers(mesh_shape), [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, mesh_shape);
-    Placements of_logits{Shard(1)}, of_samples{Replicate()}, of_classes{Shard(0)}, whole{Replicate()};
+    Placements of_logits{Shard(1)}, of_samples{Replicate()}, of_classes{Shard(0)}, replicated{Replicate()};
     if (mesh.ndim() == 2) {
       of_logits.insert(of_logits.begin(), Shard(0));
       of_samples.insert(of_samples.begin(), Shard(0));
       of_classes.insert(of_classes.begin(), Replicate());
-      whole.push_back(Replicate());
+      replicated.push_back(Replicate());
     }
     const at::Tensor logits = distribute_tensor(numbers, mesh, of_logits).requires_grad_();
     const at::Tensor of_class = c.weighted ? at::Tensor(distribute_tensor(weight, mesh, of_classes)) : weight;
     const at::Tensor mine = distribute_tensor(target, mesh, of_samples);
-    const at::Tensor factors = distribute_tensor(weights, mesh, whole);
+    const at::Tensor factors = distribute_tensor(weights, mesh, replicated);
     CommDebugMode counts;
     at::Tensor actual;
     {
@@ -70,7 +70,7 @@ void compare(const Case& c, const std::vector<int64_t>& mesh_shape) {
       actual = loss_of(logits, mine, of_class, c);
       (actual * factors).sum().backward();
     }
-    // The weights of samples that are not ignored are selected, and cut anew.
+    // The weights of samples that are not ignored are selected, and rebalanced.
     EXPECT_LE(counts.calls("all_to_all"), c.label_smoothing > 0 ? 1 : 0) << counts;
     for (const auto& [name, count] : counts.get_comm_counts()) {
       EXPECT_LE(count.bytes / count.calls, static_cast<int64_t>(target.nbytes())) << name;

@@ -37,10 +37,10 @@ TORCH_MODULE(Net);
 
 at::Tensor loss_of(Net& net, const at::Tensor& x) { return net->forward(x).pow(2).mean(); }
 
-at::Tensor batch_of(const at::Tensor& whole, const DeviceMesh& mesh) {
+at::Tensor batch_of(const at::Tensor& batch, const DeviceMesh& mesh) {
   Placements placements(mesh.ndim(), Replicate());
   placements[0] = Shard(0);
-  return distribute_tensor(whole, mesh, placements, std::nullopt);
+  return distribute_tensor(batch, mesh, placements, std::nullopt);
 }
 
 void expect_same_gradients(Net& net, Net& reference, const std::string& what) {
@@ -114,7 +114,7 @@ TEST(Replicate, TrainsAsOneDevice) {
   });
 }
 
-/// Between passes gradients stay partial sums; all are reduced at once in the last.
+/// Between passes gradients stay partial values; all are reduced at once in the last.
 TEST(Replicate, AccumulatesWithoutReducing) {
   Net reference;
   for (int64_t pass = 0; pass < 3; ++pass) loss_of(reference, small({8, 6}, pass)).backward();
@@ -166,7 +166,7 @@ TEST(Replicate, GradientsMayShareMemory) {
   }
 }
 
-/// On two dims of a mesh, after parallelize_module: some gradients are parts along one, some along both.
+/// On two dims of a mesh, after parallelize_module: some gradients are partial along one, some along both.
 TEST(Replicate, WithTensorParallel) {
   Net reference;
   loss_of(reference, small({8, 6}, 9)).backward();
@@ -180,6 +180,39 @@ TEST(Replicate, WithTensorParallel) {
     EXPECT_EQ(DTensor(net->first->weight).placements(), (Placements{Replicate(), Shard(0)}));
     EXPECT_EQ(DTensor(net->unused->weight).placements(), (Placements{Replicate(), Replicate()}));
     expect_same_gradients(net, reference, "");
+  });
+}
+
+/// Parameters on mesh["tp"] are replicas along "dp": each rank has a batch of its own, and gradients are
+/// averaged.
+TEST(Replicate, AveragesParametersOnOtherRanks) {
+  auto make = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 4));
+    testing::fill(*net);
+    return net;
+  };
+  auto reference = make();
+  reference->forward(small({8, 6}, 9)).pow(2).mean().backward();
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    auto net = make();
+    if (mesh.get_local_rank("dp") == 1) {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) parameter.mul_(2);
+    }
+    parallelize_module(*net, mesh["tp"], {{"0", ColwiseParallel()}, {"2", RowwiseParallel()}});
+    replicate(*net, mesh["dp"]);
+    const at::Tensor batch = small({8, 6}, 9).chunk(2)[mesh.get_local_rank("dp")];
+    const at::Tensor loss = net->forward(batch).pow(2).mean();
+    const CommDebugMode counts;
+    loss.backward();
+    EXPECT_EQ(counts.calls("all_reduce"), 1) << counts;
+    const auto actual = net->named_parameters(), expected = reference->named_parameters();
+    for (const auto& parameter : actual) {
+      EXPECT_EQ(DTensor(parameter->grad()).placements(), DTensor(parameter.value()).placements());
+      expect_close(DTensor(parameter->grad()).full_tensor(), expected[parameter.key()].grad(),
+                   parameter.key());
+    }
   });
 }
 

@@ -18,11 +18,11 @@ using testing::expect_close;
 using testing::expect_error;
 using testing::fill;
 using testing::small;
-using testing::whole;
+using testing::unsharded;
 using torch::nn::Module;
 
 /// The same module, distributed by `distribute` and on one device: outputs and the gradients of all
-/// parameters and of the input. Ranks get the whole input on each, and may do with it as they like.
+/// parameters and of the input. Ranks get the global input on each, and may do with it as they like.
 template <class Make, class Forward>
 void compare(const Make& make, const at::Tensor& input, at::IntArrayRef mesh_shape,
              const std::function<void(Module&, const DeviceMesh&)>& distribute,
@@ -42,18 +42,19 @@ void compare(const Make& make, const at::Tensor& input, at::IntArrayRef mesh_sha
     distribute(*module, mesh);
     const at::Tensor mine = input.is_floating_point() ? input.clone().requires_grad_() : input.clone();
     const at::Tensor actual = forward(module, place(mine, mesh));
-    expect_close(whole(actual.detach()), expected.detach(), "output");
+    expect_close(unsharded(actual.detach()), expected.detach(), "output");
     const Placements replicated(mesh.ndim(), Replicate());
     (actual * (DTensor::is_dtensor(actual)
                    ? at::Tensor(distribute_tensor(weights, mesh, replicated, std::nullopt))
                    : weights))
         .sum()
         .backward();
-    if (mine.grad().defined()) expect_close(whole(mine.grad()), expected_input.grad(), "gradient of input");
+    if (mine.grad().defined())
+      expect_close(unsharded(mine.grad()), expected_input.grad(), "gradient of input");
     const auto named = expected_module->named_parameters();
     for (const auto& parameter : module->named_parameters()) {
       ASSERT_TRUE(parameter->grad().defined()) << parameter.key();
-      expect_close(whole(parameter->grad()), named[parameter.key()].grad(), parameter.key());
+      expect_close(unsharded(parameter->grad()), named[parameter.key()].grad(), parameter.key());
     }
   });
 }
@@ -139,8 +140,8 @@ TEST(Styles, LinearWithOtherLayouts) {
   }
 }
 
-/// Outputs as this rank's parts: what the ranks have, put together, is the output of one device, and so are
-/// the gradients, whatever number of dims there are and whether there is a bias.
+/// Outputs as local tensors: what the ranks have, put together, is the output of one device, and so are the
+/// gradients, whatever number of dims there are and whether there is a bias.
 TEST(Styles, LocalOutputs) {
   for (const auto& shape : std::vector<std::vector<int64_t>>{{4, 6}, {4, 2, 6}}) {
     for (const bool colwise : {true, false}) {
@@ -154,11 +155,12 @@ TEST(Styles, LocalOutputs) {
           const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
           torch::nn::Linear linear(6, 8);
           fill(*linear);
-          const LayerStyleOptions options{
-              .input_layouts = Replicate(), .output_layouts = output, .use_local_output = true};
-          parallelize_module(
-              *linear, mesh,
-              colwise ? ParallelStyle(ColwiseParallel(options)) : ParallelStyle(RowwiseParallel(options)));
+          const ParallelStyle style =
+              colwise
+                  ? ParallelStyle(ColwiseParallel({.output_layouts = output, .use_local_output = true}))
+                  : ParallelStyle(RowwiseParallel(
+                        {.input_layouts = Replicate(), .output_layouts = output, .use_local_output = true}));
+          parallelize_module(*linear, mesh, style);
           const at::Tensor actual = linear(small(shape));
           ASSERT_FALSE(DTensor::is_dtensor(actual));
           const auto& placement = output;
@@ -166,8 +168,8 @@ TEST(Styles, LocalOutputs) {
                        expected.detach(), "output");
           const Placement of_gradient = placement.is_partial() ? Replicate() : placement;
           (actual * distribute_tensor(weights, mesh, {of_gradient}).to_local()).sum().backward();
-          expect_close(whole(linear->weight.grad()), reference->weight.grad(), "weight");
-          expect_close(whole(linear->bias.grad()), reference->bias.grad(), "bias");
+          expect_close(unsharded(linear->weight.grad()), reference->weight.grad(), "weight");
+          expect_close(unsharded(linear->bias.grad()), reference->bias.grad(), "bias");
         });
       }
     }
@@ -205,17 +207,17 @@ TEST(Styles, LocalOutputsOnTwoDimsOfMesh) {
           for (Placement& each : placements)
             if (each.is_partial()) each = Replicate();
           (actual * distribute_tensor(weights, mesh, placements, std::nullopt).to_local()).sum().backward();
-          expect_close(whole(linear->weight.grad()), reference->weight.grad(), "weight" + what);
-          expect_close(whole(linear->bias.grad()), reference->bias.grad(), "bias" + what);
+          expect_close(unsharded(linear->weight.grad()), reference->weight.grad(), "weight" + what);
+          expect_close(unsharded(linear->bias.grad()), reference->bias.grad(), "bias" + what);
         });
       }
     }
   }
 }
 
-/// Of a plain input each rank knows its own part alone, and parts may differ in size and be empty.
+/// Of a plain input each rank knows its own shard alone, and shards may be uneven and empty.
 TEST(Styles, UnevenPlainInputs) {
-  auto part_along = [](int64_t dim) {
+  auto shard_along = [](int64_t dim) {
     return [dim](const at::Tensor& x, const DeviceMesh& mesh) {
       return DTensor(replicated(x, mesh)).redistribute({Shard(dim)}).to_local();
     };
@@ -231,11 +233,11 @@ TEST(Styles, UnevenPlainInputs) {
   }
   for (const int64_t dim : {0, 1, 2}) {
     compare([] { return torch::nn::Linear(6, 7); }, small({3, 5, 6}), {4},
-            with_style(ColwiseParallel({.input_layouts = Shard(dim)})), part_along(dim), call_forward);
+            with_style(ColwiseParallel({.input_layouts = Shard(dim)})), shard_along(dim), call_forward);
   }
   for (const int64_t length : {7, 5, 1}) {
     compare([] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})); }, small({3, length, 6}), {4},
-            with_style(SequenceParallel()), part_along(1), call_forward);
+            with_style(SequenceParallel()), shard_along(1), call_forward);
   }
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
@@ -245,7 +247,7 @@ TEST(Styles, UnevenPlainInputs) {
         [&] {
           module(small({3, get_rank() == 0 ? 2 : 5, 6}));
         },
-        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk cuts"});
+        {"SequenceParallel", "[3, 7, 6]", "as torch.chunk splits"});
   });
 }
 
@@ -258,6 +260,32 @@ TEST(Styles, Embeddings) {
     compare(make, indices, {3}, with_style(ColwiseParallel({.output_layouts = output})), as_it_is,
             call_forward);
   }
+}
+
+/// Bags of any length: offsets and weights are replicated if they are plain.
+TEST(Styles, EmbeddingBagsWithOffsets) {
+  const at::Tensor indices = at::remainder(at::arange(12, at::kLong) * 5, 7);
+  const at::Tensor offsets = at::tensor({0, 3, 3, 10}, at::kLong);
+  const auto make = [] {
+    return torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(7, 6).mode(torch::kSum));
+  };
+  const auto forward = [&](auto& module, const at::Tensor& input) {
+    return module->forward(input, offsets, small({12}, 5));
+  };
+  for (const ParallelStyle& style : {ParallelStyle(ColwiseParallel()), ParallelStyle(RowwiseParallel())})
+    compare(make, indices, {3}, with_style(style), as_it_is, forward);
+}
+
+/// A model that splits an output finds each piece sharded.
+TEST(Styles, OutputsThatAreSplit) {
+  const auto forward = [](auto& module, const at::Tensor& input) {
+    const ImplicitCommunicationGuard forbidden(ImplicitCommunication::forbidden, true);
+    const auto pieces = module->forward(input).chunk(3, -1);
+    return pieces[0] * pieces[1] + pieces[2];
+  };
+  compare([] { return torch::nn::Linear(6, 12); }, small({3, 6}), {2},
+          with_style(ColwiseParallel({.blocks = 3})), replicated, forward);
+  expect_error<c10::ValueError>([] { ColwiseParallel({.blocks = 0}); }, {"blocks", "got 0"});
 }
 
 TEST(Styles, Convolutions) {
@@ -290,7 +318,7 @@ struct SequenceBlockImpl : Module {
 TORCH_MODULE(SequenceBlock);
 
 TEST(Styles, SequenceParallel) {
-  for (const int64_t length : {4, 5, 1}) {  // even, uneven, and nothing for one of two
+  for (const int64_t length : {4, 5, 1}) {  // even, uneven, and an empty shard
     compare([] { return SequenceBlock(); }, small({3, length, 6}), {2},
             [](Module& module, const DeviceMesh& mesh) {
               parallelize_module(module, mesh,
@@ -443,8 +471,8 @@ TEST(Styles, PrepareInputsAndOutputs) {
     const auto [first, second] = call(module, a, 2.0, b);
     EXPECT_EQ(DTensor(first).placements(), Placements{Replicate()});
     EXPECT_EQ(DTensor(second).placements(), Placements{Shard(0)});
-    expect_close(whole(first), a * 2, "first");
-    expect_close(whole(second), b, "second");
+    expect_close(unsharded(first), a * 2, "first");
+    expect_close(unsharded(second), b, "second");
 
     Pair local;
     local->expects_distributed = false;
@@ -454,6 +482,15 @@ TEST(Styles, PrepareInputsAndOutputs) {
                                            .use_local_output = true}));
     EXPECT_EQ(std::get<0>(call(local, a, 2.0, b)).size(0), 2);
     EXPECT_EQ(std::get<0>(module->forward(DTensor::from_local(a, mesh, {Shard(0)}), 1, b)).size(0), 8);
+
+    // Without a desired layout distributed tensors stay as they are.
+    Pair kept;
+    parallelize_module(*kept, mesh,
+                       PrepareModuleInput({.input_layouts = {Replicate(), std::nullopt},
+                                           .desired_input_layouts = {std::nullopt, std::nullopt}}));
+    EXPECT_EQ(DTensor(std::get<0>(call(kept, at::Tensor(DTensor::from_local(a, mesh, {Shard(0)})), 1.0, b)))
+                  .placements(),
+              Placements{Shard(0)});
 
     // Around a module of libtorch.
     Mlp mlp;
@@ -466,7 +503,7 @@ TEST(Styles, PrepareInputsAndOutputs) {
                                                       .desired_output_layouts = {Shard(0)}})}});
     const at::Tensor output = mlp(a);
     EXPECT_EQ(DTensor(output).placements(), Placements{Shard(0)});
-    expect_close(whole(output), expected, "output");
+    expect_close(unsharded(output), expected, "output");
 
     expect_error<c10::ValueError>(
         [] { PrepareModuleInput({.input_layouts = {Shard(0)}, .desired_input_layouts = {}}); },
@@ -514,9 +551,9 @@ TEST(Styles, TiedWeights) {
     });
     const at::Tensor actual = module->forward(indices);
     EXPECT_EQ(DTensor(actual).placements(), Placements{Shard(2)});
-    expect_close(whole(actual.detach()), expected.detach(), "output");
+    expect_close(unsharded(actual.detach()), expected.detach(), "output");
     (actual * distribute_tensor(testing::numbers(expected.sizes(), 3), mesh, {Replicate()})).sum().backward();
-    expect_close(whole(module->embedding->weight.grad()), reference->embedding->weight.grad(), "weight");
+    expect_close(unsharded(module->embedding->weight.grad()), reference->embedding->weight.grad(), "weight");
   });
 }
 
@@ -539,7 +576,7 @@ TEST(Styles, NamesWithWildcards) {
           parallelize_module(*module, mesh, {{"0.upp", ColwiseParallel()}});
         },
         {"\"0.upp\" matches nothing", "\"upp\"", "up", "down"});
-    expect_error<c10::ValueError>(
+    expect_error<c10::NotImplementedError>(
         [&] {
           parallelize_module(*module, mesh, {{"1", ColwiseParallel()}});
         },
@@ -574,10 +611,10 @@ TEST(Styles, SayWhatIsWrong) {
     expect_error<c10::ValueError>(
         [&] { distribute_parameter(*module->up, "weight", mesh["tp"], {Replicate()}); },
         {"'weight'", "is distributed already, on mesh(dp=2, tp=2)"});
-    torch::nn::Embedding table(4, 6);
-    parallelize_module(*table, mesh, ColwiseParallel(), {.dim = "tp"});
+    torch::nn::Embedding embedding(4, 6);
+    parallelize_module(*embedding, mesh, ColwiseParallel(), {.dim = "tp"});
     const torch::NoGradGuard no_grad;
-    expect_error<c10::ValueError>([&] { small({4, 6}).add_(table->weight); }, {"add_", "plain"});
+    expect_error<c10::ValueError>([&] { small({4, 6}).add_(embedding->weight); }, {"add_", "plain"});
   });
 }
 
@@ -592,17 +629,18 @@ TEST(Styles, HoldInOtherModes) {
     const at::Tensor x = small({4, 6});
     {
       const c10::InferenceMode inference;
-      expect_close(whole(module(x)), reference(x), "inference mode");
+      expect_close(unsharded(module(x)), reference(x), "inference mode");
     }
     {
       const torch::NoGradGuard no_grad;
-      expect_close(whole(module(x)), reference(x), "without gradients");
+      expect_close(unsharded(module(x)), reference(x), "without gradients");
     }
     module->to(at::kDouble);
     reference->to(at::kDouble);
     EXPECT_EQ(DTensor(module->up->weight).placements(), Placements{Shard(0)});
     EXPECT_EQ(module->up->weight.scalar_type(), at::kDouble);
-    expect_close(whole(module(x.to(at::kDouble)).detach()), reference(x.to(at::kDouble)).detach(), "double");
+    expect_close(unsharded(module(x.to(at::kDouble)).detach()), reference(x.to(at::kDouble)).detach(),
+                 "double");
     module->to(at::kFloat);
     reference->to(at::kFloat);
     at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -610,7 +648,7 @@ TEST(Styles, HoldInOtherModes) {
     at::autocast::clear_cache();
     at::autocast::set_autocast_enabled(at::kCPU, false);
     EXPECT_EQ(output.scalar_type(), at::kBFloat16);
-    EXPECT_LT((whole(output.detach()) - expected.detach()).abs().max().item<float>(), 0.01);
+    EXPECT_LT((unsharded(output.detach()) - expected.detach()).abs().max().item<float>(), 0.01);
   });
 }
 

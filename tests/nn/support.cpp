@@ -14,7 +14,7 @@ void fill(torch::nn::Module& module) {
   for (at::Tensor& parameter : module.parameters()) parameter.copy_(small(parameter.sizes(), seed++));
 }
 
-at::Tensor whole(const at::Tensor& tensor) {
+at::Tensor unsharded(const at::Tensor& tensor) {
   return DTensor::is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
 }
 

@@ -52,7 +52,18 @@ TEST(Chunk, ContractExamples) {
   EXPECT_EQ(chunk(0, 3, 1), (Range{0, 0}));
 }
 
-TEST(Chunk, CutsAsTorchChunk) {
+TEST(Pieces, AppendMergesWhatTouches) {
+  const auto after = [](Pieces pieces, Range range) {
+    append(pieces, range);
+    return pieces;
+  };
+  EXPECT_EQ(after({{0, 2}}, {2, 3}), (Pieces{{0, 5}}));
+  EXPECT_EQ(after({{0, 2}}, {4, 3}), (Pieces{{0, 2}, {4, 3}}));
+  EXPECT_EQ(after({{0, 2}}, {4, 0}), (Pieces{{0, 2}}));
+  EXPECT_EQ(after({}, {4, 1}), (Pieces{{4, 1}}));
+}
+
+TEST(Chunk, SplitsAsTorchChunk) {
   for (int64_t size = 0; size <= 40; ++size) {
     const at::Tensor all = at::arange(size, at::kLong);
     for (int64_t count = 1; count <= 12; ++count) {
@@ -83,14 +94,14 @@ TEST(Chunk, RefusesWhatMakesNoSense) {
   EXPECT_THROW(chunk(4, 0, 0), c10::ValueError);
   EXPECT_THROW(chunk(4, 2, 2), c10::IndexError);
   EXPECT_THROW(chunk(4, 2, -1), c10::IndexError);
-  EXPECT_THROW(whole(-1), c10::ValueError);
-  EXPECT_THROW(strided_shard(whole(4), 0, 2, 0), c10::ValueError);
-  EXPECT_THROW(strided_shard(whole(0), 1, 2, 2), c10::IndexError);
+  EXPECT_THROW(unsharded(-1), c10::ValueError);
+  EXPECT_THROW(strided_shard(unsharded(4), 0, 2, 0), c10::ValueError);
+  EXPECT_THROW(strided_shard(unsharded(0), 1, 2, 2), c10::IndexError);
 }
 
 TEST(Pieces, ContractExamples) {
-  EXPECT_EQ(whole(8), (Pieces{{0, 8}}));
-  EXPECT_EQ(whole(0), Pieces{});
+  EXPECT_EQ(unsharded(8), (Pieces{{0, 8}}));
+  EXPECT_EQ(unsharded(0), Pieces{});
   EXPECT_EQ(length({{0, 2}, {4, 1}}), 3);
   EXPECT_EQ(shard({{0, 2}, {4, 2}}, 2, 1), (Pieces{{4, 2}}));
   EXPECT_EQ(shard({{0, 2}, {4, 2}}, 4, 2), (Pieces{{4, 1}}));
@@ -105,7 +116,7 @@ TEST(Pieces, TwoCutsAreThoseOfTorch) {
     for (int64_t split1 = 1; split1 <= 4; ++split1) {
       for (int64_t count1 = 1; count1 <= 4; ++count1) {
         for (int64_t index1 = 0; index1 < count1; ++index1) {
-          const Pieces first = strided_shard(whole(size), split1, count1, index1);
+          const Pieces first = strided_shard(unsharded(size), split1, count1, index1);
           const at::Tensor torch_first = torch_strided_chunk(all, split1, count1, index1);
           ASSERT_EQ(elements(first), elements(torch_first));
           for (int64_t split2 = 1; split2 <= 5; ++split2) {
@@ -134,15 +145,15 @@ TEST(Pieces, TwoCutsAreThoseOfTorch) {
 
 TEST(Pieces, CostDoesNotGrowWithElements) {
   const int64_t huge = int64_t{1} << 60;
-  const Pieces pieces = strided_shard(whole(huge), 1024, 2, 1);
+  const Pieces pieces = strided_shard(unsharded(huge), 1024, 2, 1);
   EXPECT_EQ(pieces.size(), 1024);
   EXPECT_EQ(length(pieces), huge / 2);
   EXPECT_EQ(length(shard(pieces, 3, 2)), chunk(huge / 2, 3, 2).size);
 }
 
 TEST(Pieces, SplitMayExceedTheSize) {
-  EXPECT_EQ(strided_shard(whole(3), int64_t{1} << 60, 2, 0), (Pieces{{0, 3}}));
-  EXPECT_EQ(strided_shard(whole(3), int64_t{1} << 60, 2, 1), Pieces{});
+  EXPECT_EQ(strided_shard(unsharded(3), int64_t{1} << 60, 2, 0), (Pieces{{0, 3}}));
+  EXPECT_EQ(strided_shard(unsharded(3), int64_t{1} << 60, 2, 1), Pieces{});
 }
 
 }  // namespace

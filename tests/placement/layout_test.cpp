@@ -202,12 +202,12 @@ TEST(GlobalShape, NamesTheRankThatDiffers) {
       [] {
         global_shape_from_locals({{3}, {2}, {3}, {2}}, {4}, {Shard(0)});
       },
-      {"rank at [1]", "shape [2]", "should hold [3]", "global shape [10]", "[S(0)]"});
+      {"rank at [1]", "shape [2]", "should have [3]", "global shape [10]", "[S(0)]"});
   expect_error<c10::ValueError>(
       [] {
         global_shape_from_locals({{2, 4}, {2, 4}, {2, 4}, {2, 5}}, {2, 2}, {Shard(0), Replicate()});
       },
-      {"rank at [1, 1]", "shape [2, 5]", "should hold [2, 4]"});
+      {"rank at [1, 1]", "shape [2, 5]", "should have [2, 4]"});
   expect_error<c10::ValueError>(
       [] {
         global_shape_from_locals({{2, 4}, {2}}, {2}, {Shard(0)});

@@ -44,7 +44,7 @@ TEST(Text, OfSpecs) {
 
 TEST(Text, MeshIsWrittenAsTheMeshWritesItself) {
   for (const DeviceMesh& mesh : {fake_mesh({2, 4}, {"dp", "tp"}), fake_mesh({2, 4}), fake_mesh({1})}) {
-    const Spec spec(mesh, Placements(mesh.ndim(), Replicate()), {3});
+    const Spec spec(mesh, replicated(mesh), {3});
     EXPECT_EQ(spec.str(), c10::str(spec.placements(), " on ", mesh, ": f32[3]"));
   }
 }

@@ -141,6 +141,8 @@ TEST(Writes, IntoAveragesOfIntegers) {
       EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << dtype;
       x.copy_(distribute_tensor(plain, mesh, {Shard(0)}));
       EXPECT_TRUE(at::equal(DTensor(x).full_tensor(), plain)) << dtype;
+      const DTensor sums(distribute_tensor(plain, mesh, {Partial()}));
+      EXPECT_TRUE(at::equal(sums.redistribute({Partial(ReduceOp::avg)}).full_tensor(), plain)) << dtype;
     }
   });
 }

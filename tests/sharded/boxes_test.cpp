@@ -82,7 +82,7 @@ TEST(Validate, AcceptsTilingsAndFindsWhatIsWrong) {
     const auto gap = find_gap(boxes_of(fewer), size);
     ASSERT_TRUE(gap);
     EXPECT_EQ(*gap, gone.shard_offsets);
-    expect_error<c10::ValueError>([&] { check_tensor(fewer, size); }, {"none holds element"});
+    expect_error<c10::ValueError>([&] { check_tensor(fewer, size); }, {"none has element"});
 
     // One tile a little larger: overlaps, or reaches beyond the tensor.
     Shards larger = tiles;
@@ -189,7 +189,7 @@ TEST(ManyShards, CoverageIsCheckedToo) {
       [&] {
         check_tensor(shards, {46, 46, 46});
       },
-      {c10::str("none holds element ", c10::IntArrayRef(gone))});
+      {c10::str("none has element ", c10::IntArrayRef(gone))});
 }
 
 }  // namespace

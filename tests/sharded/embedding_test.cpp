@@ -226,7 +226,7 @@ TEST(ShardedEmbedding, Errors) {
     expect_error<c10::Error>([&] { at::embedding(weight, some, -1, true); }, {"scale_grad_by_freq"});
     expect_error<c10::Error>([&] { at::embedding(weight, some, -1, false, true); }, {"sparse"});
     expect_error<c10::ValueError>([&] { at::embedding(zeros(chunks(0, {0, 1}), {4}), some); }, {"2 dims"});
-    expect_error<c10::ValueError>([&] { at::embedding(weight, some.to(at::kFloat)); }, {"whole numbers"});
+    expect_error<c10::ValueError>([&] { at::embedding(weight, some.to(at::kFloat)); }, {"must be integers"});
     expect_error<c10::Error>(
         [&] {
           at::embedding(at::ones({4, 4}), weight);

@@ -192,7 +192,7 @@ TEST(EnumerableShardingSpec, IsChecked) {
   EXPECT_EQ(spec.build_metadata({10, 10}, {}).shards_metadata, spec.shards());
   expect_error<c10::ValueError>([&] { spec.build_metadata({10, 10, 10}, {}); }, {"2 dims", "[10, 10, 10]"});
   expect_error<c10::ValueError>([&] { spec.build_metadata({10, 9}, {}); }, {"beyond", "dim 1", "10"});
-  expect_error<c10::ValueError>([&] { spec.build_metadata({11, 10}, {}); }, {"none holds element [10, 0]"});
+  expect_error<c10::ValueError>([&] { spec.build_metadata({11, 10}, {}); }, {"none has element [10, 0]"});
   expect_error<c10::ValueError>([] { EnumerableShardingSpec({}); }, {"at least one"});
   expect_error<c10::ValueError>(
       [] {

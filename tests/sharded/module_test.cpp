@@ -125,7 +125,7 @@ TEST(ShardParameter, Errors) {
     shard_parameter(*linear, "bias", spec);
     expect_error<c10::ValueError>([&] { shard_parameter(*linear, "bias", spec); }, {"already"});
     const at::Tensor held = linear->weight;
-    expect_error<c10::Error>([&] { shard_parameter(*linear, "weight", spec); }, {"somebody else holds"});
+    expect_error<c10::Error>([&] { shard_parameter(*linear, "weight", spec); }, {"another handle exists"});
   });
 }
 
@@ -320,7 +320,7 @@ TEST(ShardedGradients, AreOneTruthForTheWholeAndItsShards) {
     expect_error<c10::Error>([&] { tensor.grad(); }, {"grad", "plain", "shard_tensor"});
     EXPECT_TRUE(tensor.grad().defined());  // that from before
     tensor.mutable_grad() = ones(chunks(1, {0, 1}), {6, 2});
-    expect_error<c10::Error>([&] { tensor.grad(); }, {"cut differently"});
+    expect_error<c10::Error>([&] { tensor.grad(); }, {"sharded differently"});
     tensor.mutable_grad().reset();
 
     // It is released with the tensor, though its shards have known of it.
@@ -397,6 +397,44 @@ TEST(ShardedGradients, WhatCannotWorkSaysSo) {
           model.forward(rank);
         },
         {"hook", "local_tensors()"});
+  });
+}
+
+TEST(ShardedGradients, BackwardTakesAShardedInput) {
+  on_ranks(2, [](int64_t rank) {
+    Recommender model;
+    shard_module(model, [] {
+      ShardingPlan plan;
+      plan.plan["items.weight"] = chunks(0, {0, 1}).clone();
+      return plan;
+    }());
+    const ShardedTensor weight(model.items->weight);
+    auto loss = [&] { return model.forward(rank).square().sum(); };
+    loss().backward();
+    const at::Tensor expected = weight.local_tensor().grad().clone();
+    model.zero_grad();
+    loss().backward({}, std::nullopt, false, std::vector<at::Tensor>{weight});
+    EXPECT_TRUE(weight.local_tensor().grad().equal(expected));
+    for (const at::Tensor& parameter : model.parameters()) {
+      if (!parameter.is_same(weight)) EXPECT_FALSE(parameter.grad().defined());
+    }
+    expect_error<c10::Error>([&] { torch::autograd::grad({loss()}, {weight}); }, {"grad", "local_tensors()"});
+    EXPECT_TRUE(torch::autograd::grad({loss()}, {weight.local_tensor()})[0].equal(expected));
+  });
+}
+
+TEST(ShardedGradients, BackwardTakesAllOfSeveralLocalShards) {
+  on_ranks(1, [](int64_t) {
+    const ShardedTensor weight = ones(chunks(0, {0, 0}), {4, 2});
+    at::Tensor(weight).requires_grad_();
+    const std::vector<at::Tensor> locals = weight.local_tensors();
+    ASSERT_EQ(locals.size(), 2u);
+    auto loss = [&] { return (locals[0] + locals[1]).sum(); };
+    expect_error<c10::Error>(
+        [&] { loss().backward({}, std::nullopt, false, std::vector<at::Tensor>{weight}); },
+        {"backward", "local_tensors()"});
+    loss().backward({}, std::nullopt, false, locals);
+    EXPECT_TRUE(at::Tensor(weight).grad().defined());
   });
 }
 

@@ -97,7 +97,8 @@ TEST(ShardedOps, CopiesAreCopies) {
     at::Tensor(target).copy_(plain.detach());
     EXPECT_TRUE(at::equal(target, plain.detach()));
     const at::Tensor otherwise = zeros(chunks(1, {0, 1}), {6, 2});
-    expect_error<c10::Error>([&] { at::Tensor(target).copy_(otherwise); }, {"cut differently", "reshard"});
+    expect_error<c10::Error>([&] { at::Tensor(target).copy_(otherwise); },
+                             {"sharded differently", "reshard"});
     expect_error<c10::Error>([&] { at::Tensor(target).copy_(at::ones({6, 2})); }, {"plain"});
     expect_error<c10::Error>([&] { plain.clone(at::MemoryFormat::ChannelsLast); }, {"memory format"});
     EXPECT_TRUE(plain.contiguous().is_same(plain));
@@ -253,7 +254,7 @@ TEST(ShardedOps, PointwiseOnesComputeOnLocalShards) {
       EXPECT_TRUE(x.add_(1).is_same(x));
       expect_error<c10::Error>([&] { x + a; }, {"aten::add.Tensor", "'other'", "[7, 5]", "shard_tensor"});
       expect_error<c10::Error>([&] { a + x; }, {"aten::add.Tensor", "'self'"});
-      expect_error<c10::Error>([&] { x + ones(chunks(0, {3}), {7, 5}); }, {"cut differently", "reshard"});
+      expect_error<c10::Error>([&] { x + ones(chunks(0, {3}), {7, 5}); }, {"sharded differently", "reshard"});
       expect_error<c10::Error>([&] { at::bernoulli(x); }, {"aten::bernoulli"});
     }
   });
@@ -334,7 +335,7 @@ TEST(CustomOps, ComputeOnLocalShardsWithGradients) {
     const ShardedTensor product = at::mul(tensor, tensor);
     EXPECT_TRUE(at::equal(product.local_shards()[0].tensor, tensor.local_shards()[0].tensor.square()));
     const at::Tensor otherwise = rand(chunks(1, {0, 1}), {5, 3});
-    expect_error<c10::Error>([&] { at::mul(tensor, otherwise); }, {"cut differently"});
+    expect_error<c10::Error>([&] { at::mul(tensor, otherwise); }, {"sharded differently"});
   });
 }
 

@@ -48,7 +48,7 @@ RANK_BODY(sample) {
               {LocalShard::from_tensor_and_offsets(at::ones({2, rank == 1 ? 3 : 4}), {2 * rank, 0}, rank)},
               {8, 4});
         },
-        {"none holds element [2, 3]"});
+        {"none has element [2, 3]"});
     // Lookups and their gradients.
     const at::Tensor table = whole_tensor({9, 4}) / 10;
     const ShardedTensor weight = shard_tensor(table.clone().requires_grad_(), grid_spec({9, 4}, 4));

@@ -292,7 +292,7 @@ TEST(ShardedTensorFromLocalShards, ErrorsAreThoseOfEveryRank) {
               return std::vector{rows(1, at::ones({2, 4}), {1, 0})};
             }),
        {"overlap"}},
-      {"gap", with(1, [] { return std::vector<LocalShard>{}; }), {"none holds element [2, 0]"}},
+      {"gap", with(1, [] { return std::vector<LocalShard>{}; }), {"none has element [2, 0]"}},
       {"beyond",
        with(3,
             [] {
@@ -471,7 +471,7 @@ TEST(ShardedTensorFromMetadata, IsChecked) {
     fails(shards(at::ones({2, 2})), wrong, "strided");
     wrong = metadata;
     wrong.size = {5, 2};
-    fails(shards(at::ones({2, 2})), wrong, "none holds");
+    fails(shards(at::ones({2, 2})), wrong, "none has");
     wrong = metadata;
     wrong.tensor_properties.pin_memory = true;
     fails(shards(at::ones({2, 2})), wrong, "pin_memory");
@@ -729,7 +729,7 @@ TEST(ShardedTensorReshard, Errors) {
         [&] {
           tensor.reshard(EnumerableShardingSpec({{{0, 0}, {4, 3}, "rank:0/cpu"}}));
         },
-        {"none holds element [0, 3]"});
+        {"none has element [0, 3]"});
   });
 }
 

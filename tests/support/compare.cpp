@@ -74,16 +74,14 @@ void compare(const Function& function, const Tensors& inputs, const DeviceMesh& 
   expect_close(DTensor(actual).full_tensor(), expected.detach(), what);
   // Formulas of autograd choose by strides: ranks that saw different ones would call different collectives.
   const at::Tensor strides = at::tensor(actual.strides());
-  const DTensor of_first = distribute_tensor(strides, mesh, Placements(mesh.ndim(), Replicate()));
+  const DTensor of_first = distribute_tensor(strides, mesh, replicated(mesh));
   EXPECT_TRUE(at::equal(of_first.to_local(), strides)) << what;
 
   ASSERT_EQ(actual.requires_grad(), expected.requires_grad()) << what;
   if (!expected.requires_grad()) return;
   const at::Tensor weights = numbers(expected.sizes(), 3);
   (expected * weights).sum().backward();
-  (actual * distribute_tensor(weights, mesh, Placements(mesh.ndim(), Replicate()), std::nullopt))
-      .sum()
-      .backward();
+  (actual * distribute_tensor(weights, mesh, replicated(mesh), std::nullopt)).sum().backward();
   for (size_t i = 0; i < inputs.size(); ++i) {
     ASSERT_EQ(plain[i].grad().defined(), distributed[i].grad().defined()) << what;
     if (!plain[i].grad().defined()) continue;
@@ -113,22 +111,32 @@ class Shuffled {
   size_t next_;
 };
 
-/// A sum of truth values is none.
-bool can_be_partial(const at::Tensor& input) { return input.scalar_type() != at::kBool; }
+/// A sum of truth values is no truth value.
+bool can_be_sum(const at::Tensor& input) { return input.scalar_type() != at::kBool; }
 
-/// What a rank holds of a product or an average has to be a value of its type.
+/// The kinds of partial values that a tensor with the values of `input` can have.
+std::vector<Placement> partial_kinds(const at::Tensor& input) {
+  if (input.scalar_type() == at::kBool) return {Partial(ReduceOp::any), Partial(ReduceOp::all)};
+  std::vector<Placement> kinds{Partial(), Partial(ReduceOp::max), Partial(ReduceOp::min)};
+  // Partial values of products, averages and norms of integers need not be integers.
+  if (input.is_floating_point())
+    kinds.insert(kinds.end(), {Partial(ReduceOp::avg), Partial(ReduceOp::product), NormPartial(2)});
+  return kinds;
+}
+
+/// A random placement for each mesh dim, of all kinds. All partial values of a tensor are of one kind, or of
+/// sum and avg.
 Placements random_placements(const at::Tensor& input, int64_t mesh_ndim, bool partial, std::mt19937& random) {
   std::vector<Placement> choices{Replicate()};
   for (int64_t dim = 0; dim < input.dim(); ++dim) {
     choices.push_back(Shard(dim));
     choices.push_back(StridedShard(dim, 2));
   }
-  if (partial && can_be_partial(input)) {
-    std::vector<Placement> partials{Partial(), Partial(ReduceOp::max), Partial(ReduceOp::min)};
-    if (input.is_floating_point())
-      partials.insert(partials.end(), {Partial(ReduceOp::avg), Partial(ReduceOp::product)});
-    // All partial values of a tensor are of one kind.
-    choices.push_back(partials[random() % partials.size()]);
+  if (partial) {
+    const std::vector<Placement> kinds = partial_kinds(input);
+    const Placement kind = kinds[random() % kinds.size()];
+    choices.push_back(kind);
+    if (kind.is_partial(ReduceOp::avg)) choices.push_back(Partial());
   }
   Placements placements;
   while (static_cast<int64_t>(placements.size()) < mesh_ndim)
@@ -148,7 +156,7 @@ void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRe
     std::vector<std::vector<Placements>> choices;
     size_t count = 1;
     for (const at::Tensor& input : inputs) {
-      choices.push_back(all_placements(mesh.ndim(), input.dim(), partial && can_be_partial(input)));
+      choices.push_back(all_placements(mesh.ndim(), input.dim(), partial && can_be_sum(input)));
       count *= choices.back().size();
     }
     std::vector<Placements> chosen(inputs.size());

@@ -15,7 +15,7 @@ namespace tessera::testing {
 using Tensors = std::vector<at::Tensor>;
 using Function = std::function<at::Tensor(const Tensors&)>;
 
-/// The same numbers on every rank: small whole ones, so that sums are exact in any order.
+/// The same values on every rank: small integers, so that sums are exact in any order.
 at::Tensor numbers(at::IntArrayRef shape, int64_t seed = 0);
 
 /// All lists of placements, one for each of `mesh_ndim` mesh dims, of a tensor of `ndim` dims.
@@ -23,20 +23,20 @@ std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool par
 
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what);
 
-/// `function` of inputs placed so, and the gradients of a weighted sum of its result, against plain tensors.
-/// Gradients of inputs that are not of floating type are not looked at. `orders`: the shard order of each
-/// input; none: the default.
+/// `function` of inputs with these placements, and the gradients of a weighted sum of its result, against
+/// plain tensors. Gradients of inputs that are not of floating type are not looked at. `orders`: the shard
+/// order of each input; none: the default.
 void compare(const Function& function, const Tensors& inputs, const DeviceMesh& mesh,
              const std::vector<Placements>& placements, const std::vector<ShardOrder>& orders = {});
 
 /// Over all placements of all inputs by R, S and, if `partial`, P(sum); if these are more than `limit`, over
 /// that many, drawn at random so that each placement of each input is met as often. Then over some random
-/// ones with strided shards, other partial values and other shard orders too.
+/// ones with strided shards, every kind of partial values and other shard orders too.
 void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRef mesh_shape,
                  bool partial = true, size_t limit = 1000);
 
-/// `function` of inputs placed so, on a mesh of one dim and 4 ranks, moves nothing between them, nor do its
-/// gradients if asked for; and its result is placed so.
+/// `function` of inputs with these placements, on a mesh of one dim and 4 ranks, does not communicate, nor do
+/// its gradients if `gradients`; and its result has the placement `result`.
 void expect_no_communication(const Function& function, const Tensors& inputs,
                              const std::vector<Placement>& placements, const Placement& result,
                              bool gradients = false);

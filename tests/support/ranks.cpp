@@ -1,8 +1,9 @@
 #include "tests/support/ranks.h"
 
+#include <algorithm>
 #include <cstring>
-#include <iostream>
 #include <map>
+#include <stdexcept>
 
 namespace tessera::testing {
 
@@ -14,6 +15,33 @@ std::map<std::string, std::function<void()>>& bodies() {
 }
 
 constexpr const char* kFlag = "--rank-body=";
+
+/// What follows `flag` in each argument that starts with it.
+std::vector<std::string> values_of(const std::string& flag, int argc, char** argv) {
+  std::vector<std::string> values;
+  for (int i = 1; i < argc; ++i)
+    if (std::strncmp(argv[i], flag.c_str(), flag.size()) == 0) values.push_back(argv[i] + flag.size());
+  return values;
+}
+
+/// The filter that selects the tests defined in `files`, without those that `filter` leaves out.
+std::string filter_of_files(const std::vector<std::string>& files, const std::string& filter) {
+  std::string names;
+  const auto& program = *::testing::UnitTest::GetInstance();
+  for (int i = 0; i < program.total_test_suite_count(); ++i) {
+    const auto& suite = *program.GetTestSuite(i);
+    for (int k = 0; k < suite.total_test_count(); ++k) {
+      const auto& test = *suite.GetTestInfo(k);
+      const std::string file = test.file();
+      const bool wanted =
+          std::any_of(files.begin(), files.end(), [&](const std::string& f) { return file.ends_with(f); });
+      if (wanted) names += std::string(suite.name()) + "." + test.name() + ":";
+    }
+  }
+  if (names.empty()) throw std::invalid_argument("No test is defined in the files of --file");
+  const size_t left_out = filter.find('-');
+  return left_out == std::string::npos ? names : names + filter.substr(left_out);
+}
 
 }  // namespace
 
@@ -36,9 +64,11 @@ void expect_ok(const std::vector<support::ProcessResult>& results) {
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
-  for (int i = 1; i < argc; ++i) {
-    if (std::strncmp(argv[i], tessera::testing::kFlag, std::strlen(tessera::testing::kFlag)) != 0) continue;
-    const std::string name = argv[i] + std::strlen(tessera::testing::kFlag);
+  using tessera::testing::values_of;
+  const auto files = values_of("--file=", argc, argv);
+  if (!files.empty())
+    ::testing::GTEST_FLAG(filter) = tessera::testing::filter_of_files(files, ::testing::GTEST_FLAG(filter));
+  for (const std::string& name : values_of(tessera::testing::kFlag, argc, argv)) {
     ::testing::RegisterTest("RankBody", name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
                             [name]() -> ::testing::Test* {
                               class Body : public ::testing::Test {

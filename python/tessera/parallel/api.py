@@ -26,12 +26,12 @@ def parallelize_module(
     nothing is a warning.
 
     ``device_mesh``: that of the surrounding ``with mesh:`` by default. Styles act along its last dim: on a slice, as ``mesh["tp"]``, the
-    tensors know nothing of the other dims; on the whole mesh parameters are replicated along the others, and inputs, which must be distributed
+    tensors know nothing of the other dims; on the full mesh parameters are replicated along the others, and inputs, which must be distributed
     then, stay there as they are.
 
-    ``src_data_rank``: the rank of the mesh whose parameters count; with None each takes its part of its own, without communication.
+    ``src_data_rank``: the rank of the mesh whose parameters count; with None each takes its shard of its own, without communication.
 
-    Parameters that several submodules share stay shared, and must be placed alike.
+    Parameters that several submodules share stay shared, and must get the same placements.
 
         parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     """

@@ -1,4 +1,4 @@
-"""Keep what backward needs of a module's forward in parts."""
+"""Keep what backward needs of a module's forward in shards."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from tessera._C import DeviceMesh, Replicate, Shard
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """Let each rank keep, of what ``module`` saves for backward and all ranks have, only its part; return the module.
+    """Let each rank keep, of what ``module`` saves for backward and all ranks have, only its shard; return the module.
 
     Backward gathers it when it needs it: memory for communication. What all ranks have are distributed tensors that are replicated, and the
-    plain tensors that the module is called with. ``tp_device_mesh``: of one dim. ``input_reshard_dim``: along which they are cut; with None
+    plain tensors that the module is called with. ``tp_device_mesh``: of one dim. ``input_reshard_dim``: along which they are sharded; with None
     nothing is done.
     """
     if input_reshard_dim is None:
@@ -32,12 +32,12 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
                 return _C.device_mesh(tensor) == tp_device_mesh and _C.placements(tensor) == (Replicate(),)
             return tensor.untyped_storage().data_ptr() in inputs
 
-        def cut(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> Any:
             if isinstance(tensor, nn.Parameter) or not -tensor.ndim <= dim < tensor.ndim or not on_all_ranks(tensor):
                 return tensor
-            return _Part(tensor, tp_device_mesh, dim)
+            return _Sharded(tensor, tp_device_mesh, dim)
 
-        entered.append(torch.autograd.graph.saved_tensors_hooks(cut, lambda kept: kept.whole() if isinstance(kept, _Part) else kept))
+        entered.append(torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.gathered() if isinstance(kept, _Sharded) else kept))
         entered[-1].__enter__()
 
     def after(each: nn.Module, args: Any, outputs: Any) -> None:
@@ -49,15 +49,15 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
     return module
 
 
-class _Part:
-    """This rank's part of a tensor that all ranks had."""
+class _Sharded:
+    """This rank's shard of a tensor that all ranks had."""
 
     def __init__(self, tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> None:
         self._was_plain = not _C.is_dtensor(tensor)
         replica: Any = DTensor.from_local(tensor.detach(), mesh) if self._was_plain else tensor.detach()
-        self._part = replica.redistribute(placements=[Shard(dim)]).clone()  # a view would keep all of it alive
+        self._shard = replica.redistribute(placements=[Shard(dim)]).clone()  # a view would keep all of it alive
 
-    def whole(self) -> torch.Tensor:
+    def gathered(self) -> torch.Tensor:
         """The tensor again. All ranks must call it."""
-        whole: Any = self._part.redistribute(placements=[Replicate()])
-        return whole.to_local() if self._was_plain else whole  # type: ignore[no-any-return]
+        replica: Any = self._shard.redistribute(placements=[Replicate()])
+        return replica.to_local() if self._was_plain else replica  # type: ignore[no-any-return]

@@ -1,11 +1,10 @@
-"""Losses of logits whose classes are cut."""
+"""Losses of logits whose classes are sharded."""
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -18,10 +17,10 @@ from tessera._C import Placement, Replicate, Shard
 def loss_parallel() -> Iterator[None]:
     """Inside, ``cross_entropy`` (``nn.CrossEntropyLoss``) of distributed logits moves none of them between ranks, or is an error.
 
-    Classes may be cut along any mesh dims, and so may the batch; each rank computes with what it holds, and only sums over the classes are
-    reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
-    for targets and weights if all ranks hold the whole of them: where the batch is not cut. Label smoothing, class weights, ``ignore_index`` and all
-    reductions work, on meshes of any number of dims; the loss is that of the whole batch.
+    Classes may be sharded along any mesh dims, and so may the batch; each rank computes with its local logits, and only sums over the classes
+    are reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
+    for targets and weights if all ranks have all of them: where the batch is not sharded. Label smoothing, class weights, ``ignore_index`` and all
+    reductions work, on meshes of any number of dims; the loss is that of the global batch.
 
         with loss_parallel():
             loss = F.cross_entropy(logits, targets)     # logits: [Shard(0), Shard(1)], targets: [Shard(0), Replicate()]
@@ -53,7 +52,7 @@ def _prepare(arguments: dict[str, Any]) -> None:
         if not isinstance(placement, (Shard, Replicate)):
             raise ValueError(
                 f"loss_parallel: the logits are placed {placements}, and would have to be moved between ranks along mesh dim {dim} before a loss can be computed. "
-                "Redistribute them so that they are cut or replicated there."
+                "Redistribute them so that they are sharded or replicated there."
             )
     mesh = _C.device_mesh(logits)
     target = arguments["target"]
@@ -72,7 +71,7 @@ def _prepare(arguments: dict[str, Any]) -> None:
 
 
 def _without(placement: Placement, classes: int) -> Placement:
-    """How the same places are cut in a tensor that has no dim of classes."""
+    """The placement of a tensor of the same samples that has no dim of classes."""
     if not isinstance(placement, Shard) or placement.dim == classes:
         return Replicate()
     return Shard(placement.dim - (placement.dim > classes))

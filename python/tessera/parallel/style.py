@@ -2,6 +2,8 @@
 
 Each acts along the last dim of the mesh it is applied on. Layouts are placements along that dim; along the others, if there are any,
 parameters are replicated and activations stay as they are.
+
+What a style means for a layer is C++'s (``tessera/nn/layer_plan.h``), the same for modules of C++ and Python; here are the hooks.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +15,7 @@ from torch import nn
 
 from tessera import _C
 from tessera._api import DTensor, distribute_tensor
-from tessera._C import DeviceMesh, Placement, Replicate, Shard, _StridedShard
+from tessera._C import DeviceMesh, Placement, Replicate, Shard
 from tessera._module import distribute_module
 
 #: The layouts of several values; None for what is left alone.
@@ -29,70 +31,86 @@ class ParallelStyle(ABC):
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
-    def _place(self, module: nn.Module, name: str, mesh: DeviceMesh, layout: Placement) -> None:
-        """Distribute a parameter of the module, if it has one of that name."""
-        parameter = getattr(module, name, None)
+    def _distribute(self, module: nn.Module, name: str, mesh: DeviceMesh, layout: Placement) -> None:
+        """Distribute a parameter of the module, if it has one of that name, which is dotted if it is a submodule's."""
+        path, _, name = name.rpartition(".")
+        owner = module.get_submodule(path)
+        parameter = getattr(owner, name, None)
         if parameter is not None:
-            placements = _on(mesh, layout)
-            module.register_parameter(name, distribute_tensor(parameter, mesh, placements, src_data_rank=self.src_data_rank))  # type: ignore[arg-type]
+            placements = (*(Replicate(),) * (mesh.ndim - 1), layout)
+            owner.register_parameter(name, distribute_tensor(parameter, mesh, placements, src_data_rank=self.src_data_rank))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         fields = (f"{name}={value}" for name, value in vars(self).items() if name != "src_data_rank")
         return f"{type(self).__name__}({', '.join(fields)})"
 
 
-class _CutParallel(ParallelStyle):
-    """What ColwiseParallel and RowwiseParallel share."""
+class _LayerParallel(ParallelStyle):
+    """What ColwiseParallel and RowwiseParallel share: hooks around a layer that is sharded as its plan says."""
 
-    #: By kind of module: the dim along which each parameter is cut; None for replicas.
-    _cuts: dict[str, dict[str, int | None]]
+    _style: str
+    blocks: int
 
-    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
-        self.input_layouts = (input_layouts,)
-        self.output_layouts = (output_layouts,)
+    def __init__(self, input_layouts: Placement | None, output_layouts: Placement | None, use_local_output: bool) -> None:
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts
         self.use_local_output = use_local_output
-
-    def _desired_input(self, kind: str) -> Placement:
-        raise NotImplementedError
-
-    def _cut(self, dim: int) -> Placement:
-        return Shard(dim)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         kind = _kind_of(module)
-        if kind is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}: knows nn.Linear, nn.Embedding and Conv1D (of transformers), not {type(module).__name__}. Place its parameters "
-                "with a partition_fn of distribute_module, or in a ParallelStyle of your own, and its inputs and outputs with PrepareModuleInputOutput."
-            )
-        desired = self._desired_input(kind)
+        plan = None if kind is None else _C.layer_plan(self._style, kind, self.blocks)
+        if plan is None:
+            _C.refuse_layer(self._style, type(module).__name__)
+        if isinstance(module, nn.MultiheadAttention):
+            _C.check_heads(module.num_heads, device_mesh, device_mesh.ndim - 1)
+        for name, layout in plan.parameters:
+            self._distribute(module, name, device_mesh, layout)
+        distribute_module(module, device_mesh)
+        features = None if plan.feature_dim is None else cast(torch.Tensor, module.weight).shape[plan.feature_dim]
+        layer = _C.ParallelLayer(
+            self._style, plan, device_mesh, device_mesh.ndim - 1, self.input_layouts, self.output_layouts, features, type(module).__name__
+        )
+        names = plan.inputs
 
-        def partition(name: str, each: nn.Module, mesh: DeviceMesh) -> None:
-            for parameter, dim in self._cuts[kind].items():
-                self._place(each, parameter, mesh, Replicate() if dim is None else self._cut(dim))
+        def before(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            inputs = [position if position < len(args) else name for position, name in enumerate(names)]
+            for key in inputs:
+                if not isinstance(values.get(key), torch.Tensor):
+                    raise TypeError(
+                        f"{type(self).__name__}: argument '{key}' of {type(each).__name__} is {type(values.get(key)).__name__}; expected a tensor."
+                    )
+            others = [key for key, value in values.items() if key not in inputs and isinstance(value, torch.Tensor)]
+            keys = (*inputs, *others)
+            values.update(zip(keys, layer.prepare_inputs([values[key] for key in keys])))
+            return tuple(values[position] for position in range(len(args))), {name: values[name] for name in kwargs}
 
-        def before(each: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            what = f"the input of {type(self).__name__} on {type(each).__name__}"
-            features = None if kind == "embedding" else cast(torch.Tensor, each.weight).shape[1 if kind == "linear" else 0]
-            return (_distributed(inputs[0], mesh, self.input_layouts[0], desired, what, features), *inputs[1:])
+        def after(each: nn.Module, args: Any, outputs: Any) -> Any:
+            # A layer's own output is the first; MultiheadAttention returns its weights beside it.
+            first, rest = (outputs[0], outputs[1:]) if isinstance(outputs, tuple) else (outputs, None)
+            first = layer.prepare_output(first)
+            if self.use_local_output:
+                first = _C.to_local(first, None)
+                rest = rest and tuple(value.full_tensor() if _C.is_dtensor(value) else value for value in rest)
+            return first if rest is None else (first, *rest)
 
-        def after(each: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-            outputs = _redistributed(outputs, self.output_layouts[0])
-            return outputs.to_local() if self.use_local_output else outputs
-
-        return distribute_module(module, device_mesh, partition, before, after)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        return module
 
 
-class ColwiseParallel(_CutParallel):
-    """Cut the outputs of an nn.Linear, nn.Embedding, or Conv1D of transformers: each rank computes some of the features.
+class ColwiseParallel(_LayerParallel):
+    """Shard what a layer returns: the output features of nn.Linear and of Conv1D of transformers, the columns of nn.Embedding and
+    nn.EmbeddingBag, the output channels of convolutions, the heads of nn.MultiheadAttention, whose output projection is then sharded by rows.
 
-    ``input_layouts``: how an input that is a plain tensor is placed; replicated by default. ``output_layouts``: how the output is to be
-    placed; cut along the last dim by default, as it comes. ``use_local_output``: whether the output is what this rank holds of it, a plain
-    tensor, rather than a distributed one. ``blocks``: into how many pieces of one size the model splits the output; each of them is cut, so that
-    splitting moves nothing. Of a projection to queries, keys and values in one, as GPT-2's ``c_attn``: 3.
+    ``input_layouts``: the placement of inputs that are plain tensors; by default as the layer needs them, replicated. ``output_layouts``: the
+    placement of the output; by default as the layer returns it, sharded along what was sharded (that of nn.MultiheadAttention is replicated).
+    ``use_local_output``: whether to return the local tensor of the output rather than a distributed one. ``blocks``: into how many pieces
+    of one size the model splits the output; each of them is sharded, so that splitting does not communicate. A projection to queries, keys and
+    values in one, as GPT-2's ``c_attn``, has 3.
     """
 
-    _cuts = {"linear": {"weight": 0, "bias": 0}, "embedding": {"weight": 1}, "conv1d": {"weight": 1, "bias": 0}}
+    _style = "colwise"
 
     def __init__(
         self,
@@ -102,42 +120,33 @@ class ColwiseParallel(_CutParallel):
         use_local_output: bool = True,
         blocks: int = 1,
     ) -> None:
-        if blocks < 1:
-            raise ValueError(f"ColwiseParallel: blocks is the number of pieces that the output is split into, and positive; got {blocks}.")
+        _C.layer_plan(self._style, "linear", blocks)  # refuses bad ones now
         self.blocks = blocks
-        super().__init__(input_layouts or Replicate(), output_layouts or self._cut(-1), use_local_output)
-
-    def _desired_input(self, kind: str) -> Placement:
-        return Replicate()
-
-    def _cut(self, dim: int) -> Placement:
-        return Shard(dim) if self.blocks == 1 else _StridedShard(dim, split_factor=self.blocks)
+        super().__init__(input_layouts, output_layouts, use_local_output)
 
 
-class RowwiseParallel(_CutParallel):
-    """Cut the inputs of an nn.Linear or Conv1D of transformers, or the table of an nn.Embedding by rows: each rank computes a part of every
-    feature's sum.
+class RowwiseParallel(_LayerParallel):
+    """Shard what a layer sums over: the input features of nn.Linear and of Conv1D of transformers, the rows of nn.Embedding and
+    nn.EmbeddingBag, the input channels of convolutions.
 
-    ``input_layouts``: how an input that is a plain tensor is placed; cut along the last dim by default. ``output_layouts``: how the output is
-    to be placed; replicated by default, which takes an all-reduce; cut, it takes a reduce-scatter. ``use_local_output``: whether the output is
-    what this rank holds of it, a plain tensor, rather than a distributed one.
+    ``input_layouts``: the placement of inputs that are plain tensors; by default as the layer needs them: features and channels sharded,
+    indices replicated. ``output_layouts``: the placement of the output; replicated by default, which takes an all-reduce; sharded, it takes a
+    reduce-scatter. ``use_local_output``: whether to return the local tensor of the output rather than a distributed one.
     """
 
-    _cuts = {"linear": {"weight": 1, "bias": None}, "embedding": {"weight": 0}, "conv1d": {"weight": 0, "bias": None}}
+    _style = "rowwise"
+    blocks = 1
 
     def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
-
-    def _desired_input(self, kind: str) -> Placement:
-        return Replicate() if kind == "embedding" else Shard(-1)
+        super().__init__(input_layouts, output_layouts, use_local_output)
 
 
 class SequenceParallel(ParallelStyle):
-    """Replicate the parameters, and let each rank compute a part of the sequence: for nn.LayerNorm, nn.RMSNorm, nn.Dropout and the like.
+    """Replicate the parameters, and shard inputs along their sequence: for nn.LayerNorm, nn.RMSNorm, nn.Dropout and the like.
 
-    A plain input is taken to be this rank's part already, perhaps of another size than the others', of which the ranks tell one another; a
-    distributed one is cut so. ``sequence_dim``: the dim that is cut.
-    ``use_local_output``: whether the output is what this rank holds of it, a plain tensor, rather than a distributed one.
+    A plain input is taken for this rank's shard already; shards may be uneven, so ranks exchange their sizes. A distributed one is
+    redistributed. ``sequence_dim``: the dim that is sharded. ``use_local_output``: whether to return the local tensor of the output rather
+    than a distributed one.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -145,15 +154,15 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut = self.sequence_sharding[0]
+        layout = self.sequence_sharding[0]
 
         def partition(name: str, each: nn.Module, mesh: DeviceMesh) -> None:
             for parameter in list(each._parameters):
-                self._place(each, parameter, mesh, Replicate())
+                self._distribute(each, parameter, mesh, Replicate())
 
         def before(each: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             what = f"the input of SequenceParallel on {type(each).__name__}"
-            return (_distributed(inputs[0], mesh, cut, cut, what), *inputs[1:])
+            return (_prepare(inputs[0], mesh, layout, layout, what), *inputs[1:])
 
         def after(each: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
             return outputs.to_local() if self.use_local_output else outputs
@@ -165,12 +174,12 @@ class SequenceParallel(ParallelStyle):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Make distributed tensors of a module's inputs, and place them as it wants them.
+    """Make distributed tensors of a module's inputs, and redistribute them as it needs them.
 
-    ``input_layouts``: how the positional arguments are placed if they are plain tensors; one placement, or a tuple with one for each, with None
-    for what is left alone. ``desired_input_layouts``: how they are to be placed. ``input_kwarg_layouts``, ``desired_input_kwarg_layouts``: the
+    ``input_layouts``: the placements of positional arguments that are plain tensors; one placement, or a tuple with one for each, with None
+    for what is left alone. ``desired_input_layouts``: the placements to redistribute them to, None for what stays as it is. ``input_kwarg_layouts``, ``desired_input_kwarg_layouts``: the
     same for keyword arguments, by name. A layout for an argument that is a tuple, list or dict holds for all the tensors in it.
-    ``use_local_output``: whether the module gets what this rank holds of them, as plain tensors.
+    ``use_local_output``: whether the module gets their local tensors.
     """
 
     def __init__(
@@ -227,16 +236,16 @@ class PrepareModuleInput(ParallelStyle):
             return type(value)(self._prepare(each, mesh, given, desired, what) for each in value)
         if isinstance(value, dict):
             return {key: self._prepare(each, mesh, given, desired, what) for key, each in value.items()}
-        value = _distributed(value, mesh, given, desired, what)
-        return value.to_local() if self.use_local_output else value
+        prepared = _prepare(value, mesh, given, desired, what)
+        return _C.to_local(prepared, None) if self.use_local_output else prepared
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Make distributed tensors of a module's outputs, and place them as is wanted.
+    """Make distributed tensors of a module's outputs, and redistribute them.
 
-    ``output_layouts``: how the outputs are placed if they are plain tensors; one placement, or a tuple with one for each, with None for what is
-    left alone. ``desired_output_layouts``: how they are to be placed. ``use_local_output``: whether they are returned as what this rank holds of
-    them, plain tensors.
+    ``output_layouts``: the placements of outputs that are plain tensors; one placement, or a tuple with one for each, with None for what is
+    left alone. ``desired_output_layouts``: the placements to redistribute them to, None for what stays as it is. ``use_local_output``: whether
+    to return their local tensors.
     """
 
     def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True) -> None:
@@ -265,8 +274,8 @@ class PrepareModuleOutput(ParallelStyle):
     def _prepare(self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str) -> Any:
         if given is None:
             return value
-        value = _distributed(value, mesh, given, desired, what)
-        return value.to_local() if self.use_local_output else value
+        prepared = _prepare(value, mesh, given, desired, what)
+        return _C.to_local(prepared, None) if self.use_local_output else prepared
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -299,51 +308,33 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.prepare_module_output._apply(self.prepare_module_input._apply(module, device_mesh), device_mesh)
 
 
+_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    (nn.Linear, "linear"),
+    ((nn.Embedding, nn.EmbeddingBag), "embedding"),
+    (nn.Conv1d, "conv1d"),
+    (nn.Conv2d, "conv2d"),
+    (nn.Conv3d, "conv3d"),
+    (nn.ConvTranspose1d, "conv_transpose1d"),
+    (nn.ConvTranspose2d, "conv_transpose2d"),
+    (nn.ConvTranspose3d, "conv_transpose3d"),
+    (nn.MultiheadAttention, "multihead_attention"),
+)
+
+
 def _kind_of(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    # A linear layer whose weight is the other way round, of a package that need not be there.
-    return "conv1d" if any(base.__name__ == "Conv1D" for base in type(module).__mro__) else None
+    """The name of the layer's kind in C++."""
+    for types, kind in _KINDS:
+        if isinstance(module, types):
+            return kind
+    # Of a package that need not be there.
+    return "linear_transposed" if any(base.__name__ == "Conv1D" for base in type(module).__mro__) else None
 
 
-def _on(mesh: DeviceMesh, layout: Placement, like: torch.Tensor | None = None) -> tuple[Placement, ...]:
-    """The layout along the mesh's last dim; along the others, replicated or as another tensor is."""
-    others = (Replicate(),) * (mesh.ndim - 1) if like is None else _C.placements(like)[:-1]
-    return (*others, layout)
-
-
-def _distributed(value: Any, mesh: DeviceMesh, given: Placement, desired: Placement | None, what: str, features: int | None = None) -> Any:
-    """The value as a distributed tensor: placed as given if it is a plain one, and then as desired. ``features``: the size of its last dim, so
-    that ranks need not ask one another if it is that which is cut."""
+def _prepare(value: Any, mesh: DeviceMesh, if_plain: Placement, desired: Placement | None, what: str) -> torch.Tensor:
+    """The value as a distributed tensor: with the first layout if it is a plain one, and then redistributed to the other."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what} is {type(value).__name__}, but its layout is {given}; expected a tensor, or None for the layout.")
-    if not _C.is_dtensor(value):
-        if mesh.ndim > 1:
-            raise ValueError(
-                f"{what} is a plain tensor. On a mesh of {mesh.ndim} dims it would not be clear what the ranks along the others hold: give it a distributed "
-                'tensor, or make the module parallel on a mesh of one dim, such as mesh["tp"].'
-            )
-        shape = [*value.shape[:-1], features] if features is not None and given in (Shard(-1), Shard(value.ndim - 1)) else None
-        # Parts may differ in size, and each rank knows only its own.
-        ask = shape is None and isinstance(given, (Shard, _StridedShard))
-        try:
-            value = DTensor.from_local(value, mesh, _on(mesh, given), run_check=ask, shape=shape)
-        except ValueError as error:
-            raise ValueError(f"{what} is a plain tensor, but no part of one placed {given}: {error}") from None
-    elif _C.device_mesh(value) != mesh:
-        raise ValueError(f"{what} is on {_C.device_mesh(value)}, but the module was made parallel on {mesh}.")
-    return value if desired is None else _redistributed(value, desired)
-
-
-def _redistributed(value: Any, layout: Placement) -> Any:
-    if isinstance(layout, (Shard, _StridedShard)) and layout.dim < 0:
-        dim = layout.dim + value.ndim
-        layout = Shard(dim) if isinstance(layout, Shard) else _StridedShard(dim, split_factor=layout.split_factor)
-    if _C.placements(value)[-1] == layout:
-        return value
-    return value.redistribute(placements=_on(_C.device_mesh(value), layout, like=value), async_op=True)
+        raise TypeError(f"{what} is {type(value).__name__}, but its layout is {if_plain}; expected a tensor, or None for the layout.")
+    return _C.prepare_activation(value, mesh, mesh.ndim - 1, if_plain, desired, what)
 
 
 def _tuple(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:

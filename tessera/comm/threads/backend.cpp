@@ -7,9 +7,9 @@
 namespace tessera::threads {
 
 using c10d::OpType;
-using calls::Buffer;
-using calls::CallBuilder;
-using calls::Collective;
+using comm::Buffer;
+using comm::CallBuilder;
+using comm::Collective;
 using std::chrono::milliseconds;
 
 namespace {
@@ -89,8 +89,8 @@ class CollectiveWork final : public BlockingWork {
 
  protected:
   void complete(milliseconds timeout) override {
-    point_->exchange.wait(member_, number_, timeout == kNoTimeout ? timeout_ : timeout, [this] {
-      Call call;
+    point_->collectives.wait(member_, number_, timeout == kNoTimeout ? timeout_ : timeout, [this] {
+      CollectiveCall call;
       call.kind = what_.kind;
       call.op = what_.op;
       call.root = what_.root;
@@ -101,7 +101,7 @@ class CollectiveWork final : public BlockingWork {
     for (auto& [given, written] : copy_back_) given.copy_(written);
     copy_back_.clear();
   }
-  bool is_ready() override { return point_->exchange.poll(number_); }
+  bool is_ready() override { return point_->collectives.poll(number_); }
 
  private:
   const std::shared_ptr<MeetingPoint> point_;
@@ -183,7 +183,7 @@ const at::Tensor& check_message(const std::vector<at::Tensor>& tensors, const ch
 }  // namespace
 
 ThreadsBackend::ThreadsBackend(std::shared_ptr<MeetingPoint> point, int64_t member, milliseconds timeout)
-    : CallBackend(static_cast<int>(member), static_cast<int>(point->exchange.members().size())),
+    : CallBackend(static_cast<int>(member), static_cast<int>(point->collectives.members().size())),
       point_(std::move(point)),
       member_(member),
       timeout_(timeout) {}
@@ -193,22 +193,22 @@ c10::intrusive_ptr<c10d::Backend::Options> ThreadsBackend::getBackendOptions() {
 }
 
 void ThreadsBackend::abort() {
-  point_->exchange.abort(c10::str("rank ", point_->exchange.members()[member_], " aborted the group"));
+  point_->collectives.abort(c10::str("rank ", point_->collectives.members()[member_], " aborted the group"));
 }
 
 ThreadsBackend::Work ThreadsBackend::submit(CallBuilder& builder, OpType type, Tensors results,
                                             milliseconds timeout, Forward /*forward*/) {
-  Call call = builder.build();
-  for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, calls::name(call.kind));
+  CollectiveCall call = builder.build();
+  for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, comm::name(call.kind));
   if (call.op != c10d::ReduceOp::UNUSED) {
     for (const Buffer& buffer : call.in) {
       TESSERA_CHECK_VALUE(can_reduce(buffer.dtype, call.op), describe(call), ": there is no reduction ",
-                          calls::name(call.op), " of ", buffer.dtype, " values.");
+                          comm::name(call.op), " of ", buffer.dtype, " values.");
     }
   }
   if (timeout == c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = timeout_;
   const CollectiveWork::What what{call.kind, call.op, call.root};
-  last_ = point_->exchange.post(member_, std::move(call), timeout);
+  last_ = point_->collectives.post(member_, std::move(call), timeout);
   return track(c10::make_intrusive<CollectiveWork>(point_, member_, last_, timeout, type, what,
                                                    std::move(results), builder.take_copy_back()));
 }
@@ -232,7 +232,7 @@ ThreadsBackend::Work ThreadsBackend::endCoalescing() {
 ThreadsBackend::Work ThreadsBackend::send(Tensors& tensors, int to, int tag) {
   TESSERA_CHECK_VALUE(to >= 0, "send: ", to, " is not a rank.");
   const at::Tensor& tensor = check_message(tensors, "send", to, getRank(), getSize());
-  auto parcel = point_->mailbox.send(member_, to, tag, calls::plain(tensor));
+  auto parcel = point_->mailbox.send(member_, to, tag, comm::plain(tensor));
   return track(
       c10::make_intrusive<MessageWork>(point_, std::move(parcel), true, OpType::SEND, timeout_, tensor));
 }
@@ -248,7 +248,7 @@ ThreadsBackend::Work ThreadsBackend::recvAnysource(Tensors& tensors, int tag) {
 
 ThreadsBackend::Work ThreadsBackend::receive(const Tensors& tensors, int64_t from, int tag, OpType type) {
   const at::Tensor& tensor = check_message(tensors, "recv", from, getRank(), getSize());
-  const at::Tensor place = calls::is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options());
+  const at::Tensor place = comm::is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options());
   auto parcel = point_->mailbox.receive(member_, from, tag, place);
   return track(c10::make_intrusive<MessageWork>(point_, std::move(parcel), false, type, timeout_, tensor));
 }

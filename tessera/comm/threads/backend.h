@@ -11,7 +11,7 @@
 namespace tessera::threads {
 
 /// The c10d backend of ranks that are threads of one process. One object per member of a group.
-/// Collectives return at once; waiting on their work carries them out. See Exchange.
+/// Collectives return at once; waiting on their work carries them out. See GroupCollectives.
 class ThreadsBackend final : public CallBackend {
  public:
   ThreadsBackend(std::shared_ptr<MeetingPoint> point, int64_t member, std::chrono::milliseconds timeout);
@@ -33,9 +33,9 @@ class ThreadsBackend final : public CallBackend {
   uint64_t getSequenceNumberForGroup() override { return last_; }
 
  private:
-  Work submit(calls::CallBuilder& builder, c10d::OpType type, Tensors results,
+  Work submit(comm::CallBuilder& builder, c10d::OpType type, Tensors results,
               std::chrono::milliseconds timeout, Forward forward) override;
-  calls::CallBuilder::Content content() const override { return calls::CallBuilder::Content::data; }
+  comm::CallBuilder::Content content() const override { return comm::CallBuilder::Content::data; }
   Work track(Work work);
   Work receive(const Tensors& tensors, int64_t from, int tag, c10d::OpType type);
 

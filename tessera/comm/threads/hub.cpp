@@ -13,9 +13,9 @@ namespace tessera::threads {
 namespace {
 
 void tell_left(MeetingPoint& point, int64_t rank) {
-  const auto& members = point.exchange.members();
+  const auto& members = point.collectives.members();
   const auto member = std::find(members.begin(), members.end(), rank);
-  if (member != members.end()) point.exchange.leave(member - members.begin());
+  if (member != members.end()) point.collectives.leave(member - members.begin());
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ std::shared_ptr<MeetingPoint> Hub::meeting_point(const std::vector<int64_t>& ran
   auto& point = points_[{ranks, name}];
   if (!point) {
     point = std::make_shared<MeetingPoint>(ranks, crowded_, roster_);
-    if (!failure_.empty()) point->exchange.abort(failure_);
+    if (!failure_.empty()) point->collectives.abort(failure_);
     for (size_t rank = 0; rank < left_.size(); ++rank) {
       if (left_[rank]) tell_left(*point, static_cast<int64_t>(rank));
     }
@@ -47,7 +47,7 @@ void Hub::fail(int64_t rank, const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (!failure_.empty()) return;
   failure_ = c10::str("rank ", rank, " failed: ", reason);
-  for (auto& [key, point] : points_) point->exchange.abort(failure_);
+  for (auto& [key, point] : points_) point->collectives.abort(failure_);
   forward_ad_.abort(failure_);
 }
 
@@ -68,15 +68,15 @@ void Hub::leave(int64_t rank) {
 void Hub::meet(int64_t rank, const std::string& what, std::chrono::milliseconds timeout) {
   std::vector<int64_t> all(left_.size());
   std::iota(all.begin(), all.end(), 0);
-  Exchange& exchange = meeting_point(all, "meet")->exchange;
-  Call call;
-  call.kind = calls::Collective::barrier;
+  GroupCollectives& collectives = meeting_point(all, "meet")->collectives;
+  CollectiveCall call;
+  call.kind = comm::Collective::barrier;
   // Those who are not yet through with one meeting still read what was said there when others come to the
   // next, but not when they come to the one after.
-  auto& said = met_[exchange.posted(rank) % 2];
+  auto& said = met_[collectives.posted(rank) % 2];
   said[rank] = what;
-  const uint64_t number = exchange.post(rank, std::move(call), timeout);
-  exchange.wait(rank, number, timeout, [&] {
+  const uint64_t number = collectives.post(rank, std::move(call), timeout);
+  collectives.wait(rank, number, timeout, [&] {
     return what + ", which all ranks of a process do together as it is one for the process";
   });
   const auto other = std::find_if(said.begin(), said.end(), [&](const auto& text) { return text != what; });

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/comm/threads/exchange.h>
+#include <tessera/comm/threads/group_collectives.h>
 #include <tessera/comm/threads/mailbox.h>
 #include <tessera/comm/threads/shared_scope.h>
 
@@ -21,12 +21,12 @@ inline constexpr const char* kBackendName = "threads";
 /// What the members of one group share.
 struct MeetingPoint {
   MeetingPoint(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)
-      : exchange(std::move(members), crowded, std::move(roster)), mailbox(exchange) {}
-  Exchange exchange;
+      : collectives(std::move(members), crowded, std::move(roster)), mailbox(collectives) {}
+  GroupCollectives collectives;
   Mailbox mailbox;
 };
 
-/// What the ranks of one `run` share: a meeting point per group, a store, and the news of who failed or
+/// What the ranks of one `run` share: a meeting point per group, a store, and who failed or
 /// ended.
 class Hub {
  public:
@@ -67,7 +67,7 @@ class Hub {
   std::vector<bool> left_;
 };
 
-/// While it lives, there is a `run` more in this process.
+/// While alive, counts as one `run` that is under way in this process.
 class RunCount {
  public:
   RunCount();
@@ -76,8 +76,8 @@ class RunCount {
   RunCount& operator=(const RunCount&) = delete;
 };
 
-/// Throws if several runs are under way in this process, so that `what`, which is one for the process, cannot
-/// be had by the ranks of one of them.
+/// Throws if several runs are under way in this process, as then the ranks of one of them cannot have `what`,
+/// which is process-wide, for themselves.
 void check_only_run(const std::string& what);
 
 }  // namespace tessera::threads

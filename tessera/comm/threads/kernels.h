@@ -8,8 +8,7 @@
 
 namespace tessera::threads {
 
-/// Whether `reduce` knows the reduction for the dtype: numbers have sum, avg, product and premul_sum; all but
-/// complex ones min and max; integers and bool band, bor and bxor.
+/// Whether `reduce` has the reduction for the dtype: see comm/collectives.h.
 bool can_reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
 
 /// target[t][i] = op(source[0][i], source[1][i], ...) for all targets t and 0 <= i < elements, always in this

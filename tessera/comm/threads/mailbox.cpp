@@ -38,7 +38,7 @@ std::shared_ptr<Parcel> Mailbox::receive(int64_t to, int64_t from, int tag, cons
 }
 
 std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sending) {
-  exchange_.acts(sending ? parcel->from : parcel->to, sending ? "send" : "recv");
+  collectives_.acts(sending ? parcel->from : parcel->to, sending ? "send" : "recv");
   std::shared_ptr<Parcel> other;
   {
     std::lock_guard lock(mutex_);
@@ -60,7 +60,7 @@ std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sendi
 }
 
 void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
-  const auto& members = exchange_.members();
+  const auto& members = collectives_.members();
   Parcel::State state = Parcel::done;
   if (sent.tensor.scalar_type() != wanted.tensor.scalar_type() ||
       sent.tensor.numel() != wanted.tensor.numel()) {
@@ -75,37 +75,40 @@ void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
   sent.source = wanted.source = sent.from;
   sent.state = state;
   wanted.state = state;
-  exchange_.room().wake();
+  collectives_.room().wake();
 }
 
 void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout,
                    bool is_final) {
   const int64_t me = sending ? parcel->from : parcel->to;
   const int64_t peer = sending ? parcel->to : parcel->from;
-  const auto& members = exchange_.members();
-  auto hopeless = [&] { return exchange_.aborted() || (peer != kAnySource && exchange_.has_left(peer)); };
+  const auto& members = collectives_.members();
+  auto hopeless = [&] {
+    return collectives_.aborted() || (peer != kAnySource && collectives_.has_left(peer));
+  };
   auto awaited = [&]() -> std::optional<std::vector<int64_t>> {
     if (parcel->state != Parcel::waiting || hopeless()) return std::nullopt;
     std::vector<int64_t> ranks;
     for (const size_t i : c10::irange(members.size())) {
       const auto member = static_cast<int64_t>(i);
       const bool may_match =
-          peer == kAnySource ? member != me && !exchange_.has_left(member) : member == peer;
+          peer == kAnySource ? member != me && !collectives_.has_left(member) : member == peer;
       if (may_match) ranks.push_back(members[i]);
     }
     return ranks;
   };
   std::optional<Roster::Sleeping> sleeping;
   auto stalled = [&] {
-    sleeping.emplace(exchange_.roster(),
-                     Roster::Sleep{.rank = members[me],
-                                   .where = "in " + parcel->str(members, sending) + ",",
-                                   .awaited = awaited,
-                                   .any = peer == kAnySource,
-                                   .is_final = is_final,
-                                   .fail = [this](const std::string& reason) { exchange_.abort(reason); }});
+    sleeping.emplace(
+        collectives_.roster(),
+        Roster::Sleep{.rank = members[me],
+                      .where = "in " + parcel->str(members, sending) + ",",
+                      .awaited = awaited,
+                      .any = peer == kAnySource,
+                      .is_final = is_final,
+                      .fail = [this](const std::string& reason) { collectives_.abort(reason); }});
   };
-  const bool in_time = exchange_.room().wait_for(
+  const bool in_time = collectives_.room().wait_for(
       timeout, [&] { return parcel->state != Parcel::waiting || hopeless(); }, stalled);
   sleeping.reset();
   if (parcel->state == Parcel::waiting) {
@@ -117,7 +120,7 @@ void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chr
     lock.unlock();
     if (taken_back) {
       const std::string what = parcel->str(members, sending);
-      if (exchange_.aborted()) exchange_.throw_aborted(me, what);
+      if (collectives_.aborted()) collectives_.throw_aborted(me, what);
       if (in_time) {
         throw PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ", members[peer],
                                  " has ended and takes part in no more."));

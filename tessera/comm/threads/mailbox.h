@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/comm/threads/exchange.h>
+#include <tessera/comm/threads/group_collectives.h>
 
 #include <atomic>
 #include <chrono>
@@ -17,7 +17,7 @@ namespace tessera::threads {
 
 inline constexpr int64_t kAnySource = -1;
 
-/// One side of a message under way. The tensor is contiguous and stays alive until the message has gone over.
+/// One side of a message under way. The tensor is contiguous and stays alive until the message is delivered.
 struct Parcel {
   int64_t from = kAnySource;
   int64_t to = 0;
@@ -35,14 +35,15 @@ struct Parcel {
 /// the order posted) are brought together by whoever comes second, with one copy, from memory to memory.
 class Mailbox {
  public:
-  explicit Mailbox(Exchange& exchange) : exchange_(exchange) {}
+  explicit Mailbox(GroupCollectives& collectives) : collectives_(collectives) {}
 
   std::shared_ptr<Parcel> send(int64_t from, int64_t to, int tag, const at::Tensor& tensor);
   /// `from` may be kAnySource.
   std::shared_ptr<Parcel> receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor);
 
-  /// Waits until the parcel has gone over. Throws if the two sides do not fit, the peer has gone or `timeout`
-  /// is over; then the parcel is taken back and its tensor is not touched any more. `is_final`: see Roster.
+  /// Waits until the parcel is delivered. Throws if the two sides do not match, the peer has ended or
+  /// `timeout` is over; then the parcel is taken back and its tensor is not touched any more. `is_final`: see
+  /// Roster.
   void wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chrono::milliseconds timeout,
             bool is_final);
 
@@ -51,7 +52,7 @@ class Mailbox {
   std::shared_ptr<Parcel> post(std::shared_ptr<Parcel> parcel, bool sending);
   void deliver(Parcel& sent, Parcel& wanted);
 
-  Exchange& exchange_;
+  GroupCollectives& collectives_;
   std::mutex mutex_;
   Queue sent_, wanted_;  // not yet matched
 };

@@ -1,5 +1,5 @@
 #include <tessera/comm/blocking.h>
-#include <tessera/comm/threads/exchange.h>
+#include <tessera/comm/threads/group_collectives.h>
 #include <tessera/comm/threads/roster.h>
 
 #include <algorithm>
@@ -10,15 +10,9 @@
 
 namespace tessera::threads {
 
-constinit thread_local const void* Roster::own_ = nullptr;
-
-Roster::OwnThread::OwnThread(Roster& roster, int64_t rank)
-    : previous_(std::exchange(own_, &roster.ranks_[rank])) {}
-Roster::OwnThread::~OwnThread() { own_ = previous_; }
-
 Roster::Sleeping::Sleeping(Roster& roster, Sleep sleep) : roster_(roster), sleep_(std::move(sleep)) {
   Rank& state = roster_.ranks_[sleep_.rank];
-  if (own_ == &state) {
+  if (is_own_thread(state)) {
     if (const std::string reason = why_endless(); !reason.empty()) sleep_.fail(reason);
     const std::lock_guard lock(roster_.mutex_);
     state.sleep = &sleep_;
@@ -99,7 +93,7 @@ std::string Roster::others() const {
   for (const size_t i : c10::irange(ranks_.size())) {
     const Rank& rank = ranks_[i];
     if (rank.sleep) continue;
-    const Exchange* last = rank.last;
+    const GroupCollectives* last = rank.last;
     text +=
         c10::str("; rank ", i, rank.has_left ? " has ended, " : " does not wait, ",
                  last ? "its last was " + last->last_of(static_cast<int64_t>(i)) : "it has not communicated");

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/comm/waits.h>
+#include <tessera/thread_scope.h>
 
 #include <atomic>
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace tessera::threads {
 
-class Exchange;
+class GroupCollectives;
 
 /// What is known of the ranks of one `run`, threads of this process: who sleeps, waiting for whom, and where
 /// each was active last. Ranks that wait for each other in a circle are found here.
@@ -22,23 +23,20 @@ class Roster {
  public:
   explicit Roster(int64_t size) : ranks_(size) {}
 
-  /// While it lives, the calling thread is the one that `run` started for the rank.
+  /// While alive, says that the calling thread is the one that `run` started for the rank.
   class OwnThread {
    public:
-    OwnThread(Roster& roster, int64_t rank);
-    ~OwnThread();
-    OwnThread(const OwnThread&) = delete;
-    OwnThread& operator=(const OwnThread&) = delete;
+    OwnThread(Roster& roster, int64_t rank) : scope_(&roster.ranks_[rank]) {}
 
    private:
-    const void* const previous_;
+    ThreadScope<const void*, OwnThread> scope_;
   };
 
   /// The calling thread acts for `rank`: posts a collective or a message of `group`.
-  void acts(int64_t rank, const Exchange& group) {
+  void acts(int64_t rank, const GroupCollectives& group) {
     Rank& state = ranks_[rank];
     state.last.store(&group, std::memory_order_relaxed);
-    if (own_ != &state) [[unlikely]]
+    if (!is_own_thread(state)) [[unlikely]]
       state.has_helpers.store(true, std::memory_order_relaxed);
   }
 
@@ -54,8 +52,8 @@ class Roster {
     std::function<void(const std::string& reason)> fail;
   };
 
-  /// While it lives, the calling thread sleeps as told. If a circle of ranks is closed by that, all of them
-  /// get the error that names it.
+  /// While alive, registers the calling thread as asleep. If that closes a circle of ranks that wait for each
+  /// other, all of them get the error that names it.
   class Sleeping {
    public:
     Sleeping(Roster& roster, Sleep sleep);
@@ -76,7 +74,7 @@ class Roster {
 
  private:
   struct alignas(64) Rank {
-    std::atomic<const Exchange*> last{nullptr};
+    std::atomic<const GroupCollectives*> last{nullptr};
     /// Whether a thread that is not its own has acted for it. What such a rank will do cannot be known from
     /// what its own thread waits for.
     std::atomic<bool> has_helpers{false};
@@ -84,13 +82,15 @@ class Roster {
     bool has_left = false;         // guarded by mutex_
   };
 
+  static bool is_own_thread(const Rank& rank) {
+    return ThreadScope<const void*, OwnThread>::current() == &rank;
+  }
+
   // Both with mutex_ held.
   std::vector<bool> stuck() const;
   void check() const;
   std::string others() const;
   static std::string text(const Sleep& sleep);
-
-  static constinit thread_local const void* own_;
 
   std::vector<Rank> ranks_;
   mutable std::mutex mutex_;

@@ -1,4 +1,4 @@
-#include <tessera/comm/threads/exchange.h>
+#include <tessera/comm/threads/group_collectives.h>
 #include <tessera/comm/threads/shared_scope.h>
 #include <tessera/error.h>
 

@@ -12,9 +12,9 @@
 
 namespace tessera::threads {
 
-/// Something that is one for the process and that ranks do between its beginning and its end, each for
-/// itself. It begins when the first of them enters, and ends, for all at the same time, when the last has
-/// left: who leaves waits for that, so that after leaving all is as if there had been no other rank.
+/// A process-wide state that ranks that are threads use together, each between its own enter and leave. It
+/// begins when the first of them enters, and ends, for all at the same time, when the last has left: who
+/// leaves waits for that, so that after leaving all is as if there had been no other rank.
 class SharedScope {
  public:
   SharedScope(int64_t size, bool crowded, Roster& roster)
@@ -24,7 +24,7 @@ class SharedScope {
   void enter(int64_t rank, c10::function_ref<void()> begin);
 
   /// `end` is called if it is the last. Otherwise waits until it has been called, but not if `is_failing`:
-  /// others may wait for the error that this rank has to tell them of.
+  /// others may wait for the error that this rank is about to report.
   void leave(int64_t rank, const std::string& what, std::chrono::milliseconds timeout, bool is_failing,
              c10::function_ref<void()> end);
 

@@ -28,7 +28,7 @@ class WaitingRoom {
   using Clock = std::chrono::steady_clock;
 
   /// `crowded`: more ranks than cores, so that spinning would keep the awaited rank from running.
-  explicit WaitingRoom(bool crowded) : spins_(crowded ? 20 : 200) {}
+  explicit WaitingRoom(bool crowded) : spins_(crowded ? kCrowdedSpins : kSpins) {}
 
   /// Returns true once `done()` is true, false if it is not within `timeout`. `done` may do useful work;
   /// whoever makes it true must call `wake` after. `stalled` is called once if it takes longer than
@@ -77,7 +77,15 @@ class WaitingRoom {
   }
 
  private:
+  // A pause takes some 10 to 40 ns, so 200 are a few microseconds: more than a small collective of ranks that
+  // run takes (about 0.5 us), less than it costs to put a thread to sleep and wake it. If ranks outnumber
+  // cores, the awaited rank most likely does not run, and only a yield lets it.
+  static constexpr int kSpins = 200;
+  static constexpr int kCrowdedSpins = 20;
+  // Longer than ranks usually drift apart within an operator; a rank that is still awaited then computes or
+  // loads, and sleeping leaves it the core.
   static constexpr std::chrono::microseconds kYielding{100};
+  // Far longer than waits of ranks that progress, so that `stalled` costs nothing in practice.
   static constexpr std::chrono::milliseconds kPatience{50};
 
   const int spins_;

@@ -1,4 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch_keys.h>
 #include <tessera/dtensor/dtensor.h>
 
 #include <algorithm>
@@ -8,12 +9,18 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_gather_sparse_backward.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/cumprod.h>
+#include <ATen/ops/cumprod_backward_native.h>
 #include <ATen/ops/detach.h>
+#include <ATen/ops/prod.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-/// Operators for which autograd has a formula that makes a gradient of zeros as a plain tensor: it becomes a
+/// Operators for which autograd has a formula that makes a gradient as a plain tensor. One of zeros becomes a
 /// distributed one here, so that it can be added to others, and leaves have no other.
 namespace tessera {
 
@@ -30,7 +37,7 @@ struct WithDistributedGradient : torch::autograd::Function<WithDistributedGradie
     // Keeps the mesh.
     const at::Tensor local = at::zeros({}, impl.local().options());
     const DeviceMesh& mesh = impl.spec().mesh();
-    context->save_for_backward({DTensor::from_local(local, mesh, Placements(mesh.ndim(), Replicate()))});
+    context->save_for_backward({DTensor::from_local(local, mesh, replicated(mesh))});
     return at::detach(self);
   }
 
@@ -39,7 +46,8 @@ struct WithDistributedGradient : torch::autograd::Function<WithDistributedGradie
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined() || DTensor::is_dtensor(gradient)) return {gradient};
     const DeviceMesh mesh = DTensor(context->get_saved_variables()[0]).device_mesh();
-    return {DTensor::from_local(gradient, mesh, Placements(mesh.ndim(), Replicate()))};
+    const at::Tensor zeros = at::zeros(gradient.sizes(), gradient.options());
+    return {DTensor::from_local(zeros, mesh, replicated(mesh))};
   }
 };
 
@@ -51,7 +59,7 @@ at::Tensor with_distributed_gradient(const at::Tensor& tensor) {
 
 /// With the formula that autograd has for it.
 void by_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  op.redispatchBoxed(keys.add(c10::DispatchKey::AutogradNestedTensor), stack);
+  op.redispatchBoxed(keys.add(kAutogradFormulaKey), stack);
 }
 
 void operator_with_plain_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -62,6 +70,23 @@ void operator_with_plain_gradients(const c10::OperatorHandle& op, c10::DispatchK
     }
   }
   by_autograd(op, keys, stack);
+}
+
+/// A gradient that is to have one itself, of products with zeros among them, is written into plain zeros by
+/// libtorch. Here element k of the input gets the sum of what it is a factor of, but for itself.
+at::Tensor cumprod_backward(const at::Tensor& gradient, const at::Tensor& input, int64_t dim,
+                            const at::Tensor& output) {
+  if (!at::GradMode::is_enabled() || input.dim() == 0 || input.numel() == 0)
+    return at::native::cumprod_backward(gradient, input, dim, output);
+  const at::Tensor factors = input.conj();
+  std::vector<at::Tensor> gradients;
+  for (const int64_t k : c10::irange(input.size(dim))) {
+    const at::Tensor before = at::prod(factors.slice(dim, 0, k), dim, /*keepdim=*/true);
+    const at::Tensor behind = at::cumprod(factors.slice(dim, k + 1), dim);
+    const at::Tensor others = at::cat({before, before * behind}, dim);
+    gradients.push_back((gradient.slice(dim, k) * others).sum(dim));
+  }
+  return at::stack(gradients, dim);
 }
 
 /// Without dims and elements, tensors are left out of what is joined.
@@ -113,6 +138,7 @@ at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, int64
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
   for (const char* name : {"_adaptive_avg_pool2d_backward",
                            "_adaptive_avg_pool3d_backward",
+                           "_prelu_kernel_backward",
                            "adaptive_max_pool2d_backward",
                            "adaptive_max_pool3d_backward",
                            "avg_pool2d_backward",
@@ -132,9 +158,11 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
                            "reflection_pad3d_backward",
                            "replication_pad1d_backward",
                            "replication_pad2d_backward",
-                           "replication_pad3d_backward"}) {
+                           "replication_pad3d_backward",
+                           "sgn"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&operator_with_plain_gradients>());
   }
+  library.impl("cumprod_backward", cumprod_backward);
   library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
   library.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
   library.impl("cummaxmin_backward", cummaxmin_backward);

@@ -1,5 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
-#include <tessera/dtensor/as_one.h>
+#include <tessera/ops/as_one.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/index.h>
@@ -50,7 +50,8 @@ struct IndexOfCut : torch::autograd::Function<IndexOfCut> {
 
 at::Tensor index(c10::DispatchKeySet keys, const at::Tensor& self, const Indices& indices) {
   const DTensorImpl* impl = DTensorImpl::of(self);
-  if (!impl || !impl->spec().is_sharded() || !at::GradMode::is_enabled() || !self.requires_grad())
+  if (!impl || !impl->spec().is_sharded() || !at::GradMode::is_enabled() || !self.requires_grad() ||
+      has_tangent(self))
     return as_one<at::_ops::index_Tensor>(keys, self, indices);
   return IndexOfCut::apply(self, indices);
 }

@@ -1,5 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
-#include <tessera/dtensor/as_one.h>
+#include <tessera/ops/as_one.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_embedding_bag.h>
@@ -115,7 +115,7 @@ Bags embedding_bag(c10::DispatchKeySet keys, const at::Tensor& weight, const at:
                    const at::Tensor& offsets, bool scales, int64_t mode, bool sparse,
                    const std::optional<at::Tensor>& weights, bool ends, int64_t padding) {
   if (sparse || mode == kLargest || !at::GradMode::is_enabled() || !weight.requires_grad() ||
-      !has_cut_rows(weight))
+      !has_cut_rows(weight) || has_tangent(weight))
     return as_one<at::_ops::_embedding_bag>(keys, weight, indices, offsets, scales, mode, sparse, weights,
                                             ends, padding);
   const variable_list results =
@@ -125,7 +125,8 @@ Bags embedding_bag(c10::DispatchKeySet keys, const at::Tensor& weight, const at:
 
 at::Tensor embedding(c10::DispatchKeySet keys, const at::Tensor& weight, const at::Tensor& indices,
                      c10::SymInt padding, bool scales, bool sparse) {
-  if (sparse || !at::GradMode::is_enabled() || !weight.requires_grad() || !has_cut_rows(weight))
+  if (sparse || !at::GradMode::is_enabled() || !weight.requires_grad() || !has_cut_rows(weight) ||
+      has_tangent(weight))
     return as_one<at::_ops::embedding>(keys, weight, indices, padding, scales, sparse);
   return CutRows::apply(weight, indices, padding.expect_int(), scales);
 }

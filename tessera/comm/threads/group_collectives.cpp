@@ -1,4 +1,4 @@
-#include <tessera/comm/threads/exchange.h>
+#include <tessera/comm/threads/group_collectives.h>
 #include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
 
@@ -29,7 +29,7 @@ int64_t chunk_elements(const Task& task) { return std::max<int64_t>(1, kChunkByt
 
 }  // namespace
 
-Exchange::Exchange(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)
+GroupCollectives::GroupCollectives(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)
     : members_(std::move(members)),
       complete_(static_cast<uint32_t>(members_.size()) + 1),
       roster_(std::move(roster)),
@@ -41,13 +41,13 @@ Exchange::Exchange(std::vector<int64_t> members, bool crowded, std::shared_ptr<R
   slot(1).arrived = 1;  // there is none before it
 }
 
-uint64_t Exchange::post(int64_t member, Call call, std::chrono::milliseconds timeout) {
+uint64_t GroupCollectives::post(int64_t member, CollectiveCall call, std::chrono::milliseconds timeout) {
   const uint64_t number = posted_[member] + 1;
   if (number > kWindow) {
     wait(member, number - kWindow, timeout,
          [] { return c10::str("a collective posted ", kWindow, " before this one and not yet done"); });
   }
-  acts(member, calls::name(call.kind));
+  acts(member, comm::name(call.kind));
   Slot& mine = slot(number);
   mine.calls[member] = std::move(call);
   posted_[member] = number;
@@ -65,7 +65,7 @@ uint64_t Exchange::post(int64_t member, Call call, std::chrono::milliseconds tim
   return number;
 }
 
-Exchange::Arrival Exchange::arrive(Slot& slot) const {
+GroupCollectives::Arrival GroupCollectives::arrive(Slot& slot) const {
   uint32_t arrived = slot.arrived.load();
   do {
     if (arrived & kAborted) return Arrival::refused;
@@ -73,10 +73,10 @@ Exchange::Arrival Exchange::arrive(Slot& slot) const {
   return arrived + 1 == complete_ ? Arrival::last : Arrival::early;
 }
 
-bool Exchange::open(uint64_t number) {
+bool GroupCollectives::open(uint64_t number) {
   Slot& slot = this->slot(number);
   try {
-    calls::plan(slot.calls, members_, slot.plan);
+    comm::make_plan(slot.calls, members_, slot.plan);
   } catch (const c10::Error& error) {
     std::lock_guard lock(mutex_);
     failures_[number] = error.what_without_backtrace();
@@ -104,10 +104,10 @@ bool Exchange::open(uint64_t number) {
   return false;
 }
 
-void Exchange::finish(uint64_t number) {
+void GroupCollectives::finish(uint64_t number) {
   while (true) {
     Slot& slot = this->slot(number);
-    for (Call& call : slot.calls) call.tensors.clear();
+    for (CollectiveCall& call : slot.calls) call.tensors.clear();
     slot.first_chunk.clear();
     uint32_t arrived = complete_;
     slot.arrived.compare_exchange_strong(arrived, 0);  // unless it is aborted: then it stays as it was
@@ -118,7 +118,7 @@ void Exchange::finish(uint64_t number) {
   }
 }
 
-bool Exchange::help() {
+bool GroupCollectives::help() {
   const uint64_t number = done_ + 1;
   Slot& slot = this->slot(number);
   uint64_t chunks = slot.chunks;
@@ -130,7 +130,7 @@ bool Exchange::help() {
   return true;
 }
 
-void Exchange::run_chunk(const Slot& slot, uint32_t chunk) {
+void GroupCollectives::run_chunk(const Slot& slot, uint32_t chunk) {
   const auto next = std::upper_bound(slot.first_chunk.begin(), slot.first_chunk.end(), chunk);
   const auto index = static_cast<size_t>(next - slot.first_chunk.begin()) - 1;
   const Task& task = slot.plan.tasks[index];
@@ -139,8 +139,8 @@ void Exchange::run_chunk(const Slot& slot, uint32_t chunk) {
   run_task(slot, task, first, std::min(size, task.elements - first));
 }
 
-void Exchange::run_task(const Slot& slot, const Task& task, int64_t first, int64_t elements) {
-  const Plan& plan = slot.plan;
+void GroupCollectives::run_task(const Slot& slot, const Task& task, int64_t first, int64_t elements) {
+  const CollectivePlan& plan = slot.plan;
   std::byte* const* sources = plan.pointers.data() + task.first_source;
   std::byte* const* targets = plan.pointers.data() + task.first_target;
   if (plan.op != c10d::ReduceOp::UNUSED) {
@@ -154,20 +154,20 @@ void Exchange::run_task(const Slot& slot, const Task& task, int64_t first, int64
   }
 }
 
-bool Exchange::poll(uint64_t number) {
+bool GroupCollectives::poll(uint64_t number) {
   while (done_ < number) {
     if (!help()) return false;
   }
   return true;
 }
 
-bool Exchange::is_lost(const Slot& slot) const {
+bool GroupCollectives::is_lost(const Slot& slot) const {
   const uint32_t arrived = slot.arrived;
   return (arrived & kAborted) && arrived != (complete_ | kAborted);
 }
 
-void Exchange::wait(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
-                    c10::function_ref<std::string()> what) {
+void GroupCollectives::wait(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
+                            c10::function_ref<std::string()> what) {
   bool lost = false;
   auto done = [&] {
     if (poll(number)) return true;
@@ -195,7 +195,7 @@ void Exchange::wait(int64_t member, uint64_t number, std::chrono::milliseconds t
   }
 }
 
-std::vector<size_t> Exchange::missing(uint64_t number) const {
+std::vector<size_t> GroupCollectives::missing(uint64_t number) const {
   std::vector<size_t> members;
   for (const size_t i : c10::irange(members_.size())) {
     if (posted_[i] < number) members.push_back(i);
@@ -203,14 +203,14 @@ std::vector<size_t> Exchange::missing(uint64_t number) const {
   return members;
 }
 
-std::optional<std::vector<int64_t>> Exchange::awaited(uint64_t number) {
+std::optional<std::vector<int64_t>> GroupCollectives::awaited(uint64_t number) {
   if (is_lost(slot(number))) return std::nullopt;
   std::vector<int64_t> ranks;
   for (const size_t i : missing(number)) ranks.push_back(members_[i]);
   return ranks;
 }
 
-std::string Exchange::missing_text(uint64_t number) const {
+std::string GroupCollectives::missing_text(uint64_t number) const {
   std::string text;
   for (const size_t i : missing(number)) {
     text +=
@@ -219,14 +219,14 @@ std::string Exchange::missing_text(uint64_t number) const {
   return text.empty() ? "an earlier collective" : text;
 }
 
-std::string Exchange::last_of(int64_t rank) const {
+std::string GroupCollectives::last_of(int64_t rank) const {
   const auto member = std::find(members_.begin(), members_.end(), rank) - members_.begin();
   const char* last = last_[member].load(std::memory_order_relaxed);
   return c10::str(last ? last : "nothing", " after ", posted_[member], " collectives of group ",
                   c10::IntArrayRef(members_));
 }
 
-void Exchange::abort(const std::string& reason) {
+void GroupCollectives::abort(const std::string& reason) {
   {
     std::lock_guard lock(mutex_);
     if (aborted_) return;
@@ -237,7 +237,7 @@ void Exchange::abort(const std::string& reason) {
   room_.wake();
 }
 
-void Exchange::leave(int64_t member) {
+void GroupCollectives::leave(int64_t member) {
   {
     std::lock_guard lock(mutex_);
     left_[member] = true;
@@ -247,7 +247,7 @@ void Exchange::leave(int64_t member) {
   room_.wake();
 }
 
-void Exchange::abort_if_awaiting_the_departed(uint64_t number) {
+void GroupCollectives::abort_if_awaiting_the_departed(uint64_t number) {
   for (size_t i = 0; i < members_.size(); ++i) {
     const uint64_t posted = posted_[i];
     if (posted >= number || !has_left(static_cast<int64_t>(i))) continue;
@@ -256,13 +256,13 @@ void Exchange::abort_if_awaiting_the_departed(uint64_t number) {
   }
 }
 
-bool Exchange::has_left(int64_t member) const {
+bool GroupCollectives::has_left(int64_t member) const {
   if (!someone_left_) return false;
   std::lock_guard lock(mutex_);
   return left_[member];
 }
 
-void Exchange::throw_aborted(int64_t member, const std::string& what) const {
+void GroupCollectives::throw_aborted(int64_t member, const std::string& what) const {
   std::lock_guard lock(mutex_);
   throw PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, " of group ",
                            c10::IntArrayRef(members_), ": ", reason_, "."));

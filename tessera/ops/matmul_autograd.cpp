@@ -1,4 +1,4 @@
-#include <tessera/dtensor/as_one.h>
+#include <tessera/ops/as_one.h>
 #include <tessera/rules/einsum.h>
 
 #include <algorithm>
@@ -108,15 +108,20 @@ bool first_alone(const at::Tensor& first, const at::Tensor& second) {
   return at::GradMode::is_enabled() && first.requires_grad() && !second.requires_grad();
 }
 
+// In forward-mode AD, only what libtorch composes these of has formulas.
+
 at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
-  if (input.is_complex() || weight.is_complex()) return at::native::linear(input, weight, bias);
+  if (input.is_complex() || weight.is_complex() || has_tangent(input) || has_tangent(weight) ||
+      (bias && has_tangent(*bias)))
+    return at::native::linear(input, weight, bias);
   if (first_alone(input, weight) && weight.dim() == 2) return LinearByConstant::apply(input, weight, bias);
   return as_one<at::_ops::linear>(keys, input, weight, bias);
 }
 
 at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
-  if (self.is_complex() || other.is_complex()) return at::native::matmul(self, other);
+  if (self.is_complex() || other.is_complex() || has_tangent(self) || has_tangent(other))
+    return at::native::matmul(self, other);
   if (first_alone(self, other)) return ByConstant::apply(self, other);
   return as_one<at::_ops::matmul>(keys, self, other);
 }
@@ -183,7 +188,8 @@ at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::Optiona
     shapes.push_back(tensor.sizes());
   }
   const auto whole = rules::from_equation({equation.data(), equation.size()}, ndims);
-  if (!whole || tensors.size() < 2 || path || !rules::letter_sizes(whole->inputs, shapes))
+  if (!whole || tensors.size() < 2 || path || !rules::letter_sizes(whole->inputs, shapes) ||
+      std::any_of(tensors.begin(), tensors.end(), has_tangent))
     return at::native::einsum(equation, tensors, path);
   at::Tensor result = tensors[0];
   rules::Letters held = whole->inputs[0];

@@ -1,4 +1,5 @@
-#include <tessera/dispatch/plan_cache.h>
+#include <tessera/dispatch/cache.h>
+#include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/rules/rule.h>
 
 #include <atomic>
@@ -11,13 +12,13 @@ std::atomic<size_t> cache_capacity{4096};
 
 }  // namespace
 
-PlanCache& plan_cache() {
+OpPlanCache& op_plan_cache() {
   // Looked up through a plain pointer: an object with a destructor would be asked each time whether it exists
   // yet.
-  thread_local PlanCache* known = nullptr;
+  thread_local OpPlanCache* known = nullptr;
   thread_local uint64_t version = 0;
   if (!known) [[unlikely]] {
-    thread_local PlanCache instance(cache_capacity);
+    thread_local OpPlanCache instance(cache_capacity);
     known = &instance;
   }
   if (version != rules::registry_version()) [[unlikely]] {
@@ -27,11 +28,11 @@ PlanCache& plan_cache() {
   return *known;
 }
 
-CacheStatistics dispatch_cache_statistics() { return plan_cache().statistics(); }
+CacheStatistics dispatch_cache_statistics() { return op_plan_cache().statistics(); }
 
 void set_dispatch_cache_capacity(size_t capacity) {
   cache_capacity = capacity;
-  plan_cache().set_capacity(capacity);
+  op_plan_cache().set_capacity(capacity);
 }
 
 }  // namespace tessera

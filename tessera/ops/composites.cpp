@@ -37,7 +37,7 @@ using c10::IValue;
 using torch::jit::Stack;
 
 at::Tensor replicate(const at::Tensor& plain, const DeviceMesh& mesh) {
-  return DTensor::from_local(plain, mesh, Placements(mesh.ndim(), Replicate()));
+  return DTensor::from_local(plain, mesh, replicated(mesh));
 }
 
 /// The composition of libtorch, in which the plain tensors that it makes are the same on all ranks. Those
@@ -186,6 +186,8 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
   if (!train || p == 0 || input.numel() == 0) return input;
+  TESSERA_CHECK_AS(c10::NotImplementedError, !input.is_complex() || p == 1, "dropout: not implemented for ",
+                   input.scalar_type(), ".");
   return std::get<0>(at::native_dropout(input, p, true));
 }
 

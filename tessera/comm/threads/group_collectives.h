@@ -20,30 +20,30 @@
 
 namespace tessera::threads {
 
-using calls::Call;
-using calls::Plan;
-using calls::Task;
+using comm::CollectiveCall;
+using comm::CollectivePlan;
+using comm::Task;
 
-/// Where the ranks of one group, threads of this process, meet for their collectives.
+/// The collectives of one group whose ranks are threads of this process.
 ///
-/// A rank posts its side of a collective and, then or later, waits for it. When all sides of the oldest
-/// collective are posted it is opened: whoever posted last checks that they fit together and makes the plan.
-/// A small one is carried out on the spot. A large one is cut into chunks, which all who wait take one by
-/// one, reading and writing each other's memory. A collective thus needs the posts of all ranks but the help
-/// of none: a rank that posts and goes away holds nobody up, and ranks that have no core to run on need none.
+/// A rank posts its call of a collective and, then or later, waits for it. When all calls of the oldest
+/// collective are posted it is opened: the rank that posted last checks that they match and makes the plan.
+/// A small collective is carried out on the spot. A large one is split into chunks, which all ranks that wait
+/// take one by one, reading and writing each other's memory. So a collective needs the posts of all ranks but
+/// the help of none: a rank that posts and does something else delays nobody.
 ///
-/// Collectives are done in the order of their numbers (1, 2, ...). What a chunk computes does not depend on
-/// who computes it.
-class Exchange {
+/// Collectives are done in the order of their sequence numbers (1, 2, ...). What a chunk computes does not
+/// depend on who computes it.
+class GroupCollectives {
  public:
   using Clock = WaitingRoom::Clock;
 
   /// `members`: the world ranks. `crowded`: see WaitingRoom.
-  Exchange(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster);
+  GroupCollectives(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster);
 
-  /// Posts the next collective of member `member` and returns its number. Does not wait for anyone, unless
-  /// kWindow collectives of this member are still under way.
-  uint64_t post(int64_t member, Call call, std::chrono::milliseconds timeout);
+  /// Posts the next collective of member `member` and returns its sequence number. Does not wait for anyone,
+  /// unless kWindow collectives of this member are still under way.
+  uint64_t post(int64_t member, CollectiveCall call, std::chrono::milliseconds timeout);
 
   /// Waits for collective `number`, which `what` describes. Throws what went wrong if it, or the group,
   /// failed.
@@ -53,7 +53,8 @@ class Exchange {
   /// Whether collective `number` is done; helps if it can be.
   bool poll(uint64_t number);
 
-  /// Makes all present and future waits fail, telling why. A collective that all have posted is still done.
+  /// Makes all present and future waits fail with this reason. A collective that all have posted is still
+  /// done.
   void abort(const std::string& reason);
 
   /// Says that `member` will post no more: those who wait for it, or ever do, get an error.
@@ -83,15 +84,15 @@ class Exchange {
   /// One collective under way. Reused for number + kWindow when it is done.
   struct alignas(64) Slot {
     /// How many of these have come: the posts of all members, and the end of the collective before. The last
-    /// to come opens it. Once kAborted is added nothing more is counted, so that whether it was opened before
-    /// the group failed can be told at any time.
+    /// to come opens it. Once kAborted is added nothing more is counted, so that it stays
+    /// known whether it was opened before the group failed.
     std::atomic<uint32_t> arrived{0};
     /// Chunks not yet taken, in the low half; in the high half the number of the collective they belong to,
     /// so that one who comes late cannot take a chunk of the next.
     std::atomic<uint64_t> chunks{0};
     std::atomic<uint32_t> unfinished{0};
-    std::vector<Call> calls;
-    Plan plan;
+    std::vector<CollectiveCall> calls;
+    CollectivePlan plan;
     std::vector<uint32_t> first_chunk;  // of each task
     bool streaming = false;             // see copy
   };

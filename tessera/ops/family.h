@@ -70,7 +70,6 @@ Function composite();
 /// The rule of operators that are computed so, by these operators.
 Rule composed(Names by);
 
-
 /// One tensor whose data are moved as letters say: "ab" -> "ba".
 Strategies moved(Letters input, Letters output, Result result);
 

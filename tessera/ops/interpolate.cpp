@@ -155,12 +155,12 @@ struct Operators {
   std::vector<std::pair<int64_t, std::string>> names;
 };
 
-}  // namespace
-
 /// CPUs lack kernels of the smaller floats.
 bool no_smooth_image(Dtypes dtypes) {
   return dtypes[0] != at::kByte && (not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]));
 }
+
+}  // namespace
 
 Table interpolate_rules() {
   const Operators all[] = {

@@ -124,8 +124,9 @@ Stack cross_entropy_with_logits(const c10::OperatorHandle& op, Stack stack) {
 Rule sample_loss(Names each, Names all, const std::vector<Names>& linear = {}) {
   const Pattern one{.letters = std::move(each), .linear = linear, .never_empty = true};
   const Pattern reduced{.letters = std::move(all), .linear = linear, .never_empty = true};
-  Rule rule = by_reduction(with(one, of_samples(Samples::summed)), with(reduced, of_samples(Samples::averaged)),
-                           with(reduced, of_samples(Samples::summed)));
+  Rule rule =
+      by_reduction(with(one, of_samples(Samples::summed)), with(reduced, of_samples(Samples::averaged)),
+                   with(reduced, of_samples(Samples::summed)));
   rule.checks_values_of = {"target"};
   return rule;
 }

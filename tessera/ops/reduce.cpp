@@ -174,9 +174,9 @@ std::optional<Strategies> histogram(const OpCall& call, Histogram kind) {
 
 Rule histogram_rule(Histogram kind, Names reads) {
   Rule rule{kind == Histogram::edges_of_rows ? "rows sharded; bounds are given, or found by one reduction"
-                                           : "sharded: P(sum); bounds are given, or found by one reduction",
-          [kind](const OpCall& call) { return histogram(call, kind); }, std::move(reads),
-          "densities need all counts, and the edges of bins are never partial"};
+                                             : "sharded: P(sum); bounds are given, or found by one reduction",
+            [kind](const OpCall& call) { return histogram(call, kind); }, std::move(reads),
+            "densities need all counts, and the edges of bins are never partial"};
   rule.may_refuse_dtypes = [](Dtypes dtypes) {
     return not_one_float(dtypes) || at::isReducedFloatingType(dtypes[0]);
   };
@@ -321,9 +321,9 @@ Table reduce_rules() {
   });
   all.insert(all.end(), counts.begin(), counts.end());
   Rule segmented{"`axis` unsharded, others alike",
-        segments,
-        {"axis"},
-        "`lengths` and `offsets` have the dims up to `axis` only"};
+                 segments,
+                 {"axis"},
+                 "`lengths` and `offsets` have the dims up to `axis` only"};
   segmented.checks_values_of = {"lengths", "offsets"};
   all.push_back({{"segment_reduce", "_segment_reduce_backward"}, std::move(segmented)});
   return all;

@@ -266,8 +266,8 @@ Decomposition scattered(const char* name, MakeView view) {
             const NamedArguments arguments(op, stack);
             const at::Tensor result = at::clone(arguments.tensor("self"));
             const at::Tensor target = view(result, arguments), &source = arguments.tensor("src");
-            TESSERA_CHECK(source.sizes() == target.sizes(), op.schema().name(), ": expected a source of sizes ",
-                          target.sizes(), ", got ", source.sizes(), ".");
+            TESSERA_CHECK(source.sizes() == target.sizes(), op.schema().name(),
+                          ": expected a source of sizes ", target.sizes(), ", got ", source.sizes(), ".");
             target.copy_(source);
             return Stack{result};
           }};

@@ -15,8 +15,8 @@ std::optional<int64_t> position(const Letters& letters, char letter) {
   return found - letters.begin();
 }
 
-bool contains(const std::vector<size_t>& numbers, size_t number) {
-  return std::find(numbers.begin(), numbers.end(), number) != numbers.end();
+bool includes(const std::vector<size_t>& indices, size_t index) {
+  return std::find(indices.begin(), indices.end(), index) != indices.end();
 }
 
 }  // namespace
@@ -153,7 +153,7 @@ std::vector<Strategy> strategies_of(const Einsum& einsum) {
     if (contracted && !einsum.contracted) continue;
     for (size_t i = 0; i < count; ++i) {
       const auto dim = position(einsum.inputs[i], letter);
-      const bool adds = contracted && contains(einsum.added, i);
+      const bool adds = contracted && includes(einsum.added, i);
       strategy.inputs.push_back(dim ? Shard(*dim) : adds ? *einsum.contracted : Replicate());
     }
     result.push_back(std::move(strategy));
@@ -166,7 +166,7 @@ std::vector<Strategy> strategies_of(const Einsum& einsum) {
   };
   for (const auto& set : einsum.linear) {
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg})
-      add_partial(Partial(op), [&](size_t i) { return contains(set, i); });
+      add_partial(Partial(op), [&](size_t i) { return includes(set, i); });
   }
   for (const ReduceOp op : einsum.kept) add_partial(Partial(op), [](size_t) { return true; });
   if (einsum.keeps_all) {

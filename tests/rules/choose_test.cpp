@@ -239,8 +239,8 @@ TEST_F(Choose, DimsThatArgumentsName) {
   EXPECT_EQ(placements(diagonal), (Placements{S(0), P}));
   EXPECT_THAT(diagonal.outputs[0].result.shape, ElementsAre(8, 3));
   EXPECT_THAT(diagonal.outputs[0].result.strides, ElementsAre(16, 5));
-  const ChosenStrategy back =
-      decide("aten::diagonal_backward", "", {spec({S(0), P}, {8, 3})}, {{}, std::vector<int64_t>{8, 4, 4}, 1, 1, 2});
+  const ChosenStrategy back = decide("aten::diagonal_backward", "", {spec({S(0), P}, {8, 3})},
+                                     {{}, std::vector<int64_t>{8, 4, 4}, 1, 1, 2});
   EXPECT_EQ(placements(back), (Placements{S(0), P}));
   EXPECT_THAT(back.outputs[0].result.shape, ElementsAre(8, 4, 4));
 
@@ -258,10 +258,12 @@ TEST_F(Choose, DimsThatArgumentsName) {
 TEST_F(Choose, PlanesByBatchAndChannels) {
   const std::vector<c10::IValue> arguments{{}, std::vector<int64_t>{2, 2}};
   // Three channels on four ranks: some would have none.
-  const ChosenStrategy unpooled = decide("aten::_adaptive_avg_pool2d", "", {spec({S(0), S(1)}, {4, 3, 6, 6})}, arguments);
+  const ChosenStrategy unpooled =
+      decide("aten::_adaptive_avg_pool2d", "", {spec({S(0), S(1)}, {4, 3, 6, 6})}, arguments);
   EXPECT_EQ(unpooled.outputs[0].placements[0], S(0));
   EXPECT_NE(unpooled.inputs[0].placements()[1], S(1));
-  const ChosenStrategy pooled = decide("aten::_adaptive_avg_pool2d", "", {spec({P, S(1)}, {4, 8, 6, 6})}, arguments);
+  const ChosenStrategy pooled =
+      decide("aten::_adaptive_avg_pool2d", "", {spec({P, S(1)}, {4, 8, 6, 6})}, arguments);
   EXPECT_EQ(pooled.outputs[0].placements, (Placements{P, S(1)}));
   EXPECT_THAT(pooled.outputs[0].result.shape, ElementsAre(4, 8, 2, 2));
 }
@@ -274,7 +276,8 @@ TEST(Rules, HaveTextsOfTheirForms) {
   EXPECT_EQ(text("aten::unbind.int"), "`dim` dropped, unsharded; if sharded, by select");
   EXPECT_EQ(text("aten::avg_pool2d"),
             "batch and channels sharded, linear in the first tensor; spatial dims with halos");
-  EXPECT_EQ(text("aten::trace"), "mn->, linear in `self`, no strided shards; the diagonal as it is in the shard");
+  EXPECT_EQ(text("aten::trace"),
+            "mn->, linear in `self`, no strided shards; the diagonal as it is in the shard");
 }
 
 TEST_F(Choose, RulesNameWhatTheyRead) {

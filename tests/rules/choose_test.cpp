@@ -289,10 +289,19 @@ TEST_F(Choose, RulesNameWhatTheyRead) {
   call.arguments = arguments;
   call.readable = &none;
   EXPECT_THAT(testing::error_of([&] { call.value("dim"); }), ::testing::HasSubstr("does not name it"));
+}
+
+TEST(Rules, AreDataForFourOfFiveOperatorsAndElseSayWhyNot) {
+  size_t functions = 0;
   for (const auto& [op, rule] : all_rules()) {
     EXPECT_FALSE(rule->text().empty()) << op;
+    const auto* function = std::get_if<ByFunction>(&rule->form);
+    if (!function) continue;
+    ++functions;
+    EXPECT_FALSE(function->why.empty()) << op;
   }
   EXPECT_GE(all_rules().size(), 570u);
+  EXPECT_LE(5 * functions, all_rules().size());
 }
 
 /// A rule for an operator that does not exist would never be found out.

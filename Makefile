@@ -3,7 +3,7 @@ BUILD ?= build
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 # Python that is formatted by ruff, besides being linted.
-PYTHON = bench scripts/check_layers scripts/extract_examples python/op_db python/validate
+PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
 .PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \
@@ -112,7 +112,7 @@ lint:
 	@clang-format --dry-run -Werror $(SOURCES)
 	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
-	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet . $(PYTHON) && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
+	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet $(PYTHON) && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
 	  .venv/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no .venv, so Python is not linted.'; fi
 
 # clang-tidy looks at each source alone, and cannot read gcc's precompiled headers.

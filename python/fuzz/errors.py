@@ -3,15 +3,14 @@
 import random
 from typing import Any
 
+import cases
+import operators
 import torch
+from cases import Inputs
+from operators import compute as compute  # the same, of other samples
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils import _pytree as pytree
-
-import cases
-import operators
-from cases import Inputs
-from operators import compute as compute  # the same, of other samples
 
 USES = [cases, operators]
 NAMES = operators.NAMES

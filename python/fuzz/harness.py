@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, whole
+from tessera.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 
 import tessera
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, whole
 from tessera import DTensor
-from tessera.experimental import implicit_replication
 
 Place = Callable[[str, torch.Tensor], torch.Tensor]
 Out = Callable[..., None]  # (name, value, may_be_plain=False)

@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 import torch
-
 from harness import Out, Place
+
 from tessera import DTensor
 
 USES: list[Any] = []

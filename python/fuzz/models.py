@@ -3,10 +3,9 @@
 import random
 from typing import Any
 
+import modules
 import torch
 import transformers
-
-import modules
 from modules import compute as compute
 
 USES = [modules]

@@ -5,10 +5,10 @@ import random
 from typing import Any
 
 import torch
+from harness import Out, Place, differentiate
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.utils import _pytree as pytree
 
-from harness import Out, Place, differentiate
 from tessera import DTensor
 
 USES: list[Any] = []

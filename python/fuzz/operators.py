@@ -4,14 +4,14 @@ import fnmatch
 import random
 from typing import Any
 
+import cases
+import exceptions
 import torch
+from cases import Inputs
+from harness import Out, Place, differentiate
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-import cases
-import exceptions
-from cases import Inputs
-from harness import Out, Place, differentiate
 from tessera import DTensor
 
 USES = [cases]

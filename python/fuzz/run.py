@@ -29,12 +29,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "op_db"))
 
-import torch
-
 import harness
 import script
+import torch
 from oracle import SUMMABLE, Wrong, first_line, random_placements
 from script import Case
+
 from tessera import Partial, Replicate, Shard
 
 KINDS = ("operators", "errors", "modules", "models")

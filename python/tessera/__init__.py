@@ -21,6 +21,8 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 import torch as _torch  # its libraries must be loaded before ours
 
 from tessera import _composites, _patches, experimental, parallel, random
+from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
+from tessera._bridge import from_torch, to_torch
 from tessera._C import (
     DeviceMesh,
     Partial,
@@ -33,8 +35,6 @@ from tessera._C import (
     get_world_size,
     init_device_mesh,
 )
-from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
-from tessera._bridge import from_torch, to_torch
 from tessera._guards import ExplicitRedistributionContext, implicit_communication
 from tessera._module import distribute_module
 from tessera._world import run

@@ -56,7 +56,9 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         to ``local_tensor`` is placed.
         """
         if not isinstance(local_tensor, torch.Tensor) or _C.is_dtensor(local_tensor):
-            raise TypeError(f"from_local: expected the plain torch.Tensor that this rank holds, got {_kind(local_tensor)}.")
+            raise TypeError(
+                f"from_local: expected the plain torch.Tensor that this rank holds, got {_kind(local_tensor)}."
+            )
         mesh = _mesh(device_mesh)
         placed = _placements(placements, mesh)
         if stride is not None and shape is None:
@@ -104,9 +106,13 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         communicate in, and to have then; by default the tensor's own.
         """
         if device_mesh is not None and device_mesh != _C.device_mesh(self):
-            raise NotImplementedError("redistribute: a tensor cannot move to another mesh; gather it with full_tensor() and distribute it there.")
+            raise NotImplementedError(
+                "redistribute: a tensor cannot move to another mesh; gather it with full_tensor() and distribute it there."
+            )
         if placements is None:
-            raise TypeError("redistribute: say how the tensor is to be placed, as in redistribute(placements=[Replicate()]).")
+            raise TypeError(
+                "redistribute: say how the tensor is to be placed, as in redistribute(placements=[Replicate()])."
+            )
         return _C.redistribute(self, placements, async_op, forward_dtype, backward_dtype)
 
     def _raise_if_contains_partial_placements(self) -> None:
@@ -150,7 +156,9 @@ def distribute_tensor(
     placed = _placements(placements, mesh)
     if _C.is_dtensor(tensor):
         if _C.device_mesh(tensor) != mesh:
-            raise ValueError(f"distribute_tensor: the tensor is distributed on {_C.device_mesh(tensor)} already, which is not {mesh}.")
+            raise ValueError(
+                f"distribute_tensor: the tensor is distributed on {_C.device_mesh(tensor)} already, which is not {mesh}."
+            )
         if _C.redistribute(tensor.detach(), placed, False, None, None).placements != _C.placements(tensor):  # type: ignore[attr-defined]
             raise ValueError(
                 f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() to place it as {tuple(placed)}."
@@ -164,7 +172,11 @@ def distribute_tensor(
             "what the ranks hold, or detach() it."
         )
     result = _C.distribute_tensor(tensor, mesh, placed, src_data_rank)
-    return torch.nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else result
+    return (
+        torch.nn.Parameter(result, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else result
+    )
 
 
 def _size(size: tuple[Any, ...]) -> list[int]:
@@ -181,7 +193,14 @@ def empty(
 ) -> torch.Tensor:
     """A tensor of which each rank allocates only its part, with no particular values."""
     mesh = _mesh(device_mesh)
-    return _C.empty(_size(size), mesh, _placements(placements, mesh), dtype or torch.get_default_dtype(), layout, requires_grad)
+    return _C.empty(
+        _size(size),
+        mesh,
+        _placements(placements, mesh),
+        dtype or torch.get_default_dtype(),
+        layout,
+        requires_grad,
+    )
 
 
 def full(
@@ -197,7 +216,9 @@ def full(
     """A tensor filled with ``fill_value``, of which each rank allocates only its part. Without dtype, that of the value."""
     mesh = _mesh(device_mesh)
     value = torch.full((), fill_value)
-    return _C.full(list(size), value, mesh, _placements(placements, mesh), dtype or value.dtype, layout, requires_grad)
+    return _C.full(
+        list(size), value, mesh, _placements(placements, mesh), dtype or value.dtype, layout, requires_grad
+    )
 
 
 def zeros(
@@ -210,7 +231,15 @@ def zeros(
 ) -> torch.Tensor:
     """A tensor of zeros, of which each rank allocates only its part."""
     dtype = dtype or torch.get_default_dtype()
-    return full(_size(size), 0, dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements)
+    return full(
+        _size(size),
+        0,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
 
 
 def ones(
@@ -223,7 +252,15 @@ def ones(
 ) -> torch.Tensor:
     """A tensor of ones, of which each rank allocates only its part."""
     dtype = dtype or torch.get_default_dtype()
-    return full(_size(size), 1, dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements)
+    return full(
+        _size(size),
+        1,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
+    )
 
 
 def rand(
@@ -236,7 +273,14 @@ def rand(
 ) -> torch.Tensor:
     """Random numbers, uniform in [0, 1), of which each rank makes its part: the same tensor on every mesh and however it is placed."""
     mesh = _mesh(device_mesh)
-    return _C.rand(_size(size), mesh, _placements(placements, mesh), dtype or torch.get_default_dtype(), layout, requires_grad)
+    return _C.rand(
+        _size(size),
+        mesh,
+        _placements(placements, mesh),
+        dtype or torch.get_default_dtype(),
+        layout,
+        requires_grad,
+    )
 
 
 def randn(
@@ -249,4 +293,11 @@ def randn(
 ) -> torch.Tensor:
     """Normal random numbers, of which each rank makes its part: the same tensor on every mesh and however it is placed."""
     mesh = _mesh(device_mesh)
-    return _C.randn(_size(size), mesh, _placements(placements, mesh), dtype or torch.get_default_dtype(), layout, requires_grad)
+    return _C.randn(
+        _size(size),
+        mesh,
+        _placements(placements, mesh),
+        dtype or torch.get_default_dtype(),
+        layout,
+        requires_grad,
+    )

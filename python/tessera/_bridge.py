@@ -23,7 +23,9 @@ def mesh_to_torch(mesh: _C.DeviceMesh) -> "TorchMesh":
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     if _C.is_rank_thread():
-        raise RuntimeError("to_torch: torch.distributed knows only ranks that are processes, but these are threads of tessera.run.")
+        raise RuntimeError(
+            "to_torch: torch.distributed knows only ranks that are processes, but these are threads of tessera.run."
+        )
     groups: list[Any] = mesh.get_all_groups()
     if mesh.ndim == 1:
         return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
@@ -39,7 +41,13 @@ def from_torch(tensor: "TorchDTensor", device_mesh: _C.DeviceMesh | None = None)
     if spec.shard_order is not None and spec.shard_order != spec.compute_default_shard_order(spec.placements):
         raise NotImplementedError(f"from_torch: {spec} has an explicit order of cuts; redistribute it first.")
     mesh = mesh_from_torch(tensor.device_mesh) if device_mesh is None else device_mesh
-    return DTensor.from_local(tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())  # type: ignore[arg-type]
+    return DTensor.from_local(
+        tensor.to_local(),
+        mesh,
+        tensor.placements,  # type: ignore[arg-type]
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def to_torch(tensor: torch.Tensor, device_mesh: "TorchMesh | None" = None) -> "TorchDTensor":
@@ -63,5 +71,10 @@ def to_torch(tensor: torch.Tensor, device_mesh: "TorchMesh | None" = None) -> "T
     mesh = mesh_to_torch(_C.device_mesh(tensor)) if device_mesh is None else device_mesh
     placements = [placement(each) for each in _C.placements(tensor)]
     return reference.DTensor.from_local(
-        _C.to_local(tensor, None), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        _C.to_local(tensor, None),
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )

@@ -19,7 +19,9 @@ def implicit_replication() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def implicit_communication(mode: Literal["allowed", "warned", "forbidden"], strict: bool = False) -> Iterator[None]:
+def implicit_communication(
+    mode: Literal["allowed", "warned", "forbidden"], strict: bool = False
+) -> Iterator[None]:
     """Inside, an operator that would move data between ranks to bring its arguments into a form it can work with may do so, warns, or is
     an error that names it, the argument and the two placements. What is asked for by name, as ``redistribute``, is always allowed.
     ``strict``: so does an operator that places an argument otherwise without moving data, as by taking a slice of what each rank holds.
@@ -39,10 +41,14 @@ class ExplicitRedistributionContext(contextlib.AbstractContextManager["ExplicitR
     ``strict``: also of redistributions that communicate nothing.
     """
 
-    def __init__(self, enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise") -> None:
+    def __init__(
+        self, enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise"
+    ) -> None:
         if mode not in ("raise", "warn"):
             raise ValueError(f'ExplicitRedistributionContext: mode is "raise" or "warn", got {mode!r}.')
-        self._mode: Literal["allowed", "warned", "forbidden"] = "allowed" if not enable else "forbidden" if mode == "raise" else "warned"
+        self._mode: Literal["allowed", "warned", "forbidden"] = (
+            "allowed" if not enable else "forbidden" if mode == "raise" else "warned"
+        )
         self._strict = strict and enable
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 

@@ -50,17 +50,23 @@ def local_map(
 
     def check_length(given: Sequence[Any], count: int, what: str) -> None:
         if len(given) != count:
-            raise ValueError(f"local_map({name}): {what} has {len(given)} entries, but there are {count} values.")
+            raise ValueError(
+                f"local_map({name}): {what} has {len(given)} entries, but there are {count} values."
+            )
 
     def to_local(index: int, argument: Any) -> Any:
         wanted = None if in_placements is None else in_placements[index]
         if not _C.is_dtensor(argument):
             if wanted is not None and not isinstance(argument, torch.Tensor):
-                raise ValueError(f"local_map({name}): argument {index} is no tensor, but in_placements has {wanted} for it, not None.")
+                raise ValueError(
+                    f"local_map({name}): argument {index} is no tensor, but in_placements has {wanted} for it, not None."
+                )
             return argument
         if in_placements is not None:
             if wanted is None:
-                raise ValueError(f"local_map({name}): argument {index} is distributed, but in_placements has None for it.")
+                raise ValueError(
+                    f"local_map({name}): argument {index} is distributed, but in_placements has None for it."
+                )
             if argument.placements != tuple(wanted):
                 if not redistribute_inputs:
                     raise ValueError(
@@ -68,7 +74,9 @@ def local_map(
                         "Redistribute it, or pass redistribute_inputs=True."
                     )
                 argument = argument.redistribute(placements=wanted)
-        return argument.to_local(grad_placements=None if in_grad_placements is None else in_grad_placements[index])
+        return argument.to_local(
+            grad_placements=None if in_grad_placements is None else in_grad_placements[index]
+        )
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -81,20 +89,32 @@ def local_map(
                 check_length(given, len(flat), what)
         mesh = distributed[0].device_mesh if device_mesh is None else device_mesh
         local = [to_local(index, argument) for index, argument in enumerate(flat)]
-        results, result_structure = pytree.tree_flatten(func(*pytree.tree_unflatten(local, structure), **kwargs))
-        targets = out_placements if isinstance(out_placements, tuple) and _is_nested(out_placements) else (out_placements,)
+        results, result_structure = pytree.tree_flatten(
+            func(*pytree.tree_unflatten(local, structure), **kwargs)
+        )
+        targets = (
+            out_placements
+            if isinstance(out_placements, tuple) and _is_nested(out_placements)
+            else (out_placements,)
+        )
         check_length(targets, len(results), "out_placements")
-        return pytree.tree_unflatten([from_local(result, target, mesh) for result, target in zip(results, targets)], result_structure)
+        return pytree.tree_unflatten(
+            [from_local(result, target, mesh) for result, target in zip(results, targets)], result_structure
+        )
 
     def from_local(result: Any, target: Any, mesh: _C.DeviceMesh) -> Any:
         if not isinstance(result, torch.Tensor):
             if target is not None:
-                raise ValueError(f"local_map({name}): a result is no tensor, but out_placements has {target} for it, not None.")
+                raise ValueError(
+                    f"local_map({name}): a result is no tensor, but out_placements has {target} for it, not None."
+                )
             return result
         if target is None:
             return result
         if _C.is_dtensor(result):
-            raise ValueError(f"local_map({name}): the function returned a tensor that is distributed already.")
+            raise ValueError(
+                f"local_map({name}): the function returned a tensor that is distributed already."
+            )
         return DTensor.from_local(result, mesh, target)
 
     return wrapped

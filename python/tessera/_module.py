@@ -32,7 +32,9 @@ def distribute_module(
     after it with what it returned; what they return takes the place of that.
     """
     if getattr(module, "_distribute_module_applied", False):
-        raise RuntimeError(f"distribute_module: this {type(module).__name__} was distributed already, which can be done once only.")
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} was distributed already, which can be done once only."
+        )
     mesh = _mesh(device_mesh)
     shared = Shared(module)
     if partition_fn is not None:
@@ -60,7 +62,9 @@ def _of_three_arguments(function: Callable[..., Any], name: str, what: str) -> H
         )
         return lambda module, values, mesh: function(values, mesh)
     if count != 3:
-        raise ValueError(f"distribute_module: {name} takes three arguments, (module, {what}, device_mesh); this one takes {count}.")
+        raise ValueError(
+            f"distribute_module: {name} takes three arguments, (module, {what}, device_mesh); this one takes {count}."
+        )
     return function
 
 
@@ -89,7 +93,9 @@ class Shared:
         for path, submodule in module.named_modules():
             for name, parameter in submodule._parameters.items():
                 if parameter is not None:
-                    owners.setdefault(parameter, []).append((f"{path}.{name}" if path else name, submodule, name))
+                    owners.setdefault(parameter, []).append(
+                        (f"{path}.{name}" if path else name, submodule, name)
+                    )
         self._groups = [group for group in owners.values() if len(group) > 1]
 
     def restore(self, *, or_refuse: bool) -> None:
@@ -105,7 +111,9 @@ class Shared:
             if len(ways) > 1 or (or_refuse and len(placed) < len(parameters)):
                 raise ValueError(
                     "These are one parameter, which cannot be placed in several ways: "
-                    + ", ".join(f"{path} ({_way(parameter)})" for (path, _, _), parameter in zip(group, parameters))
+                    + ", ".join(
+                        f"{path} ({_way(parameter)})" for (path, _, _), parameter in zip(group, parameters)
+                    )
                     + ". Choose styles that place them alike, or give each a parameter of its own first."
                 )
             for _, submodule, name in group:
@@ -113,4 +121,8 @@ class Shared:
 
 
 def _way(parameter: torch.Tensor | None) -> str:
-    return f"placed {_C.placements(parameter)}" if parameter is not None and _C.is_dtensor(parameter) else "not distributed"
+    return (
+        f"placed {_C.placements(parameter)}"
+        if parameter is not None and _C.is_dtensor(parameter)
+        else "not distributed"
+    )

@@ -66,7 +66,9 @@ def _repr(tensor: torch.Tensor) -> str:
 
 def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if not tensor.is_leaf:
-        raise RuntimeError("Only tensors that are no result of operators (graph leaves) can be deep-copied; detach() or clone() this one.")
+        raise RuntimeError(
+            "Only tensors that are no result of operators (graph leaves) can be deep-copied; detach() or clone() this one."
+        )
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -93,12 +95,28 @@ def _replace(name: str, replacement: Any) -> None:
 
 
 def _refuse_numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise TypeError("A distributed tensor has no numpy array: call full_tensor() for the whole of it, or to_local() for this rank's part, first.")
+    raise TypeError(
+        "A distributed tensor has no numpy array: call full_tensor() for the whole of it, or to_local() for this rank's part, first."
+    )
 
 
-def _new_tensor(tensor: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+def _new_tensor(
+    tensor: torch.Tensor,
+    data: Any,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
     """Replicated, as what other functions of this kind make."""
-    made = torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, requires_grad=requires_grad, **kwargs)
+    made = torch.tensor(
+        data,
+        dtype=dtype or tensor.dtype,
+        device=device or tensor.device,
+        requires_grad=requires_grad,
+        **kwargs,
+    )
     return distribute_tensor(made, _C.device_mesh(tensor), src_data_rank=None)
 
 
@@ -132,7 +150,9 @@ class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._function = function
         self._loader: Any = None
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)

@@ -74,7 +74,9 @@ def _together(name: str, change: Callable[..., Any], is_so: Callable[..., bool])
     def changed(*args: Any, **kwargs: Any) -> Any:
         if not _C.shares_process() or getattr(_of_thread, "changes", False) or is_so(*args, **kwargs):
             return change(*args, **kwargs)
-        what = f"{name}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+        what = (
+            f"{name}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+        )
         _C.meet(what)
         _of_thread.changes = True
         try:
@@ -91,7 +93,10 @@ def _share_settings() -> None:
         return lambda value: bool(get() == value)
 
     def is_deterministic(mode: bool, *, warn_only: bool = False) -> bool:
-        return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()) == (mode, warn_only)
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ) == (mode, warn_only)
 
     for setter, getter in _SETTINGS.items():
         change, get = getattr(torch._C, setter, None), getattr(torch._C, getter, None)
@@ -99,9 +104,17 @@ def _share_settings() -> None:
             is_so = is_deterministic if setter == "_set_deterministic_algorithms" else equals(get)
             _replace(torch._C, setter, _together(f"torch._C.{setter}", change, is_so))
     dtype = torch._C._set_default_dtype
-    _replace(torch._C, "_set_default_dtype", _together("torch.set_default_dtype", dtype, equals(torch.get_default_dtype)))
+    _replace(
+        torch._C,
+        "_set_default_dtype",
+        _together("torch.set_default_dtype", dtype, equals(torch.get_default_dtype)),
+    )
     tensor_type = torch._C._set_default_tensor_type
-    _replace(torch._C, "_set_default_tensor_type", _together("torch.set_default_tensor_type", tensor_type, lambda given: False))
+    _replace(
+        torch._C,
+        "_set_default_tensor_type",
+        _together("torch.set_default_tensor_type", tensor_type, lambda given: False),
+    )
 
     assign: Any = torch.backends.ContextProp.__set__
 
@@ -119,7 +132,11 @@ _anomaly: dict[int, tuple[bool, bool]] = {}
 
 
 def _share_anomaly_mode() -> None:
-    change, is_on, checks = torch.set_anomaly_enabled, torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled
+    change, is_on, checks = (
+        torch.set_anomaly_enabled,
+        torch.is_anomaly_enabled,
+        torch.is_anomaly_check_nan_enabled,
+    )
     before = (is_on(), checks())
     _anomaly.clear()
 
@@ -129,7 +146,10 @@ def _share_anomaly_mode() -> None:
         with _mutex:
             _anomaly[threading.get_ident()] = (enabled, check_nan)
             states = [before, *_anomaly.values()]
-            change(any(on for on, _ in states), any(on and check for on, check in states) or not any(on for on, _ in states))
+            change(
+                any(on for on, _ in states),
+                any(on and check for on, check in states) or not any(on for on, _ in states),
+            )
 
     def is_anomaly_enabled() -> bool:
         return _anomaly.get(threading.get_ident(), before)[0] if _C.shares_process() else is_on()
@@ -205,7 +225,11 @@ _profiling_rank: int | None = None
 
 def _share_profiler() -> None:
     """Two threads of a process that profile at the same time crash it."""
-    prepare, enable, disable = profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler
+    prepare, enable, disable = (
+        profiler._prepare_profiler,
+        profiler._enable_profiler,
+        profiler._disable_profiler,
+    )
 
     def claimed(start: Callable[..., Any]) -> Callable[..., Any]:
         def claim(*args: Any, **kwargs: Any) -> Any:
@@ -245,7 +269,12 @@ def _share_cached_properties() -> None:
     missing = object()
 
     def unlocked(self: Any, instance: Any, owner: Any = None) -> Any:
-        if instance is None or self.attrname is None or not hasattr(instance, "__dict__") or not _C.shares_process():
+        if (
+            instance is None
+            or self.attrname is None
+            or not hasattr(instance, "__dict__")
+            or not _C.shares_process()
+        ):
             return get(self, instance, owner)
         value = instance.__dict__.get(self.attrname, missing)
         if value is missing:
@@ -269,7 +298,12 @@ def _share_warnings() -> None:
             return enter(self)
         with _mutex:
             if inside == 0:
-                found = [warnings.filters, list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl]  # type: ignore[attr-defined]
+                found = [
+                    warnings.filters,
+                    list(warnings.filters),
+                    warnings.showwarning,
+                    warnings._showwarnmsg_impl,  # type: ignore[attr-defined]
+                ]
             inside += 1
             return enter(self)
 
@@ -293,7 +327,10 @@ def why_endless() -> str:
     """Why a rank that has been waiting for a while can never be done: called by the library, on that rank."""
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>" and frame.f_code.co_name == "_load_unlocked":
+        if (
+            frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+            and frame.f_code.co_name == "_load_unlocked"
+        ):
             module = getattr(frame.f_locals.get("spec"), "name", "a module")
             return (
                 f"rank {_C.get_rank()} communicates while it imports {module}. A module is imported once in a process: other ranks, "

@@ -13,7 +13,9 @@ def rebuild_placement(text: str) -> _C.Placement:
 
 def rebuild_mesh(device_type: str, shape: list[int], ranks: list[int], names: list[str]) -> _C.DeviceMesh:
     """The mesh on the ranks of whoever unpickles it."""
-    return _C.DeviceMesh(device_type, torch.tensor(ranks, dtype=torch.int64).reshape(shape), mesh_dim_names=names or None)
+    return _C.DeviceMesh(
+        device_type, torch.tensor(ranks, dtype=torch.int64).reshape(shape), mesh_dim_names=names or None
+    )
 
 
 def rebuild_dtensor(local: torch.Tensor, mesh: _C.DeviceMesh, context: str) -> torch.Tensor:

@@ -27,7 +27,9 @@ class TensorSpec:
         return len(self.shape)
 
 
-def register_sharding(op: torch._ops.OpOverload | Sequence[torch._ops.OpOverload]) -> Callable[[_Function], _Function]:
+def register_sharding(
+    op: torch._ops.OpOverload | Sequence[torch._ops.OpOverload],
+) -> Callable[[_Function], _Function]:
     """Make the decorated function the sharding rule of an operator, or of several, which may be of any library.
 
     The function is called with the operator's arguments, in order, with a :class:`TensorSpec` for each tensor. It returns what is valid on one mesh dim: pairs of the
@@ -43,7 +45,9 @@ def register_sharding(op: torch._ops.OpOverload | Sequence[torch._ops.OpOverload
     ops = [op] if isinstance(op, torch._ops.OpOverload) else list(op)
     for each in ops:
         if not isinstance(each, torch._ops.OpOverload):
-            raise TypeError(f"register_sharding: expected an operator such as torch.ops.aten.mm.default, got {each!r}.")
+            raise TypeError(
+                f"register_sharding: expected an operator such as torch.ops.aten.mm.default, got {each!r}."
+            )
 
     def register(function: _Function) -> _Function:
         for each in ops:

@@ -46,7 +46,9 @@ def ensure() -> None:
     if _C.is_rank_thread():
         return
     if not dist.is_available():
-        raise RuntimeError("This torch has no torch.distributed. Start ranks as threads, with tessera.run(n, function).")
+        raise RuntimeError(
+            "This torch has no torch.distributed. Start ranks as threads, with tessera.run(n, function)."
+        )
     if not dist.is_initialized():
         if not all(name in os.environ for name in _LAUNCHER_VARIABLES):
             raise RuntimeError(

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-
 from ranks import values
+from torch import nn
 
 
 class MLP(nn.Module):
@@ -24,7 +23,10 @@ class Conv1D(nn.Module):
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(inputs, outputs)),
+            nn.Parameter(torch.zeros(outputs)),
+        )
         nn.init.normal_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,9 @@ def filled(module: nn.Module, scale: float = 0.3) -> nn.Module:
     return module
 
 
-def train(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], steps: int = 3, **optimiser: Any) -> list[float]:
+def train(
+    model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], steps: int = 3, **optimiser: Any
+) -> list[float]:
     """The losses of some steps. AdamW's eps is large, or it would blow up gradients that are noise, as of a bias of keys."""
     optimiser = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "eps": 1e-4, **optimiser})
     losses = []

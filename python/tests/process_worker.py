@@ -5,14 +5,14 @@ import sys
 
 import torch
 import torch.distributed as dist
+from models import MLP, filled, train
+from ranks import assert_whole, placements_of, values
+from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, replicate
 from torch.distributed import tensor as reference
 from torch.distributed.device_mesh import init_device_mesh as reference_mesh
 
 import tessera
-from models import MLP, filled, train
-from ranks import assert_whole, placements_of, values
 from tessera import DTensor, Partial, Replicate, Shard
-from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, replicate
 
 
 def tensors():
@@ -42,7 +42,9 @@ def tensors():
 def training():
     dist.init_process_group("gloo")
     mesh = tessera.init_device_mesh("cpu", (dist.get_world_size(),))
-    model, plain = (torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)) for _ in range(2))
+    model, plain = (
+        torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)) for _ in range(2)
+    )
     with torch.no_grad():
         for number, parameter in enumerate(plain.parameters()):
             parameter.copy_(values(*parameter.shape, seed=number))
@@ -85,14 +87,19 @@ def bridge():
         assert back.to_local().data_ptr() == theirs.to_local().data_ptr()
         torch.testing.assert_close(back.full_tensor(), whole)
     # Gradients flow through, both ways.
-    theirs = reference.distribute_tensor(whole, theirs_mesh, [reference.Shard(0), reference.Replicate()]).requires_grad_()
+    theirs = reference.distribute_tensor(
+        whole, theirs_mesh, [reference.Shard(0), reference.Replicate()]
+    ).requires_grad_()
     (tessera.to_torch(tessera.from_torch(theirs) * 3) * 2).sum().backward()
     torch.testing.assert_close(theirs.grad.full_tensor(), torch.full((5, 3), 6.0))
     # Placements and meshes of theirs are understood where ours are.
     x = tessera.distribute_tensor(whole, theirs_mesh, [reference.Shard(1), reference.Replicate()])
     assert x.placements == (Shard(1), Replicate())
     assert_whole(x, whole)
-    assert theirs.placements == (reference.Shard(0), reference.Replicate())  # their own attributes stay theirs
+    assert theirs.placements == (
+        reference.Shard(0),
+        reference.Replicate(),
+    )  # their own attributes stay theirs
 
 
 def initialise():
@@ -120,26 +127,42 @@ def sub_groups():
         assert_whole(x @ x.T, whole @ whole.T)
     turned = tessera.DeviceMesh._concatenate([mesh["tp"], mesh["dp"]])
     assert_whole(tessera.distribute_tensor(whole, turned, [Shard(0), Shard(0)]), whole)
-    assert_whole(tessera.distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).redistribute(placements=[Replicate(), Shard(0)]), whole)
+    assert_whole(
+        tessera.distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).redistribute(
+            placements=[Replicate(), Shard(0)]
+        ),
+        whole,
+    )
 
 
 def parallel_training():
     """Tensors and data parallel: by placement, and with local tensors on slices of the mesh."""
     dist.init_process_group("gloo")
     tensor_ranks = 2 if dist.get_world_size() == 4 else 1
-    mesh = tessera.init_device_mesh("cpu", (dist.get_world_size() // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))
+    mesh = tessera.init_device_mesh(
+        "cpu", (dist.get_world_size() // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
+    )
     x = values(8, 8)
     plain = filled(MLP())
     expected = train(plain, lambda model: model(x).pow(2).mean())
     for local in (False, True):
         model = filled(MLP())
-        plan = {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel(use_local_output=local)}
+        plan = {
+            "up": ColwiseParallel(use_local_output=local),
+            "down": RowwiseParallel(use_local_output=local),
+        }
         parallelize_module(model, mesh["tp"] if local else mesh, plan)
         replicate(model, mesh["dp"], bucket_cap_mb=1e-3)
-        part = x.chunk(mesh.size(0))[mesh.get_local_rank("dp")] if local else tessera.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+        part = (
+            x.chunk(mesh.size(0))[mesh.get_local_rank("dp")]
+            if local
+            else tessera.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+        )
         losses = train(model, lambda model: model(part).pow(2).mean())
         if local:
-            losses = DTensor.from_local(torch.tensor(losses), mesh["dp"], [Partial("avg")]).full_tensor().tolist()
+            losses = (
+                DTensor.from_local(torch.tensor(losses), mesh["dp"], [Partial("avg")]).full_tensor().tolist()
+            )
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(model.parameters(), plain.parameters()):
             assert_whole(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)

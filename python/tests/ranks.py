@@ -37,7 +37,9 @@ def meshes() -> list[tessera.DeviceMesh]:
     ]
 
 
-def placements_of(tensor: torch.Tensor, mesh: tessera.DeviceMesh, partial: bool = True) -> Iterator[tuple[tessera.Placement, ...]]:
+def placements_of(
+    tensor: torch.Tensor, mesh: tessera.DeviceMesh, partial: bool = True
+) -> Iterator[tuple[tessera.Placement, ...]]:
     """All placements of a tensor on a mesh."""
     choices: list[tessera.Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
     if partial:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from tessera.experimental import implicit_replication, local_map
 
 import tessera
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import DTensor, Partial, Placement, Replicate, Shard
-from tessera.experimental import implicit_replication, local_map
 
 
 def test_placements_are_values():
@@ -17,7 +17,12 @@ def test_placements_are_values():
     assert all(isinstance(p, Placement) for p in (Shard(0), Replicate(), Partial()))
     assert isinstance(Shard(0), Shard) and not isinstance(Shard(0), Replicate)
     assert Shard(2).dim == 2 and Partial("min").reduce_op == "min"
-    assert Shard(0).is_shard() and Shard(0).is_shard(0) and not Shard(0).is_shard(1) and not Shard(0).is_partial()
+    assert (
+        Shard(0).is_shard()
+        and Shard(0).is_shard(0)
+        and not Shard(0).is_shard(1)
+        and not Shard(0).is_partial()
+    )
     assert Partial().is_partial() and Partial().is_partial("sum") and not Partial().is_partial("max")
     assert Shard(0) != 0 and Shard(0) != "S(0)"
     with pytest.raises(ValueError, match="no reduction 'mode'"):
@@ -47,7 +52,11 @@ def test_what_the_source_has_counts():
     assert_whole(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=2), torch.full((4,), 2.0))
     assert_whole(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=None), torch.arange(4.0))
     parameter = tessera.distribute_tensor(torch.nn.Parameter(mine), mesh)
-    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad and parameter.placements == (Replicate(),)
+    assert (
+        isinstance(parameter, torch.nn.Parameter)
+        and parameter.requires_grad
+        and parameter.placements == (Replicate(),)
+    )
 
 
 @on_ranks()
@@ -73,7 +82,9 @@ def test_factories():
         for placements in placements_of(torch.empty(5, 3), mesh):
             keywords = {"device_mesh": mesh, "placements": placements}
             assert_whole(tessera.zeros(5, 3, **keywords), torch.zeros(5, 3))
-            assert_whole(tessera.ones((5, 3), **keywords, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64))
+            assert_whole(
+                tessera.ones((5, 3), **keywords, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
+            )
             assert_whole(tessera.full((5, 3), 2.5, **keywords), torch.full((5, 3), 2.5))
             assert_whole(tessera.full((5, 3), 7, **keywords), torch.full((5, 3), 7))
             assert tessera.empty([5, 3], **keywords, requires_grad=True).requires_grad
@@ -81,7 +92,9 @@ def test_factories():
             uniform = tessera.rand(5, 3, device_mesh=mesh, placements=placements)
             assert uniform.placements == placements and 0 <= uniform.min().item() and uniform.max().item() < 1
             assert uniform.full_tensor().unique().numel() > 10
-            assert tessera.randn(5, 3, device_mesh=mesh, placements=placements, requires_grad=True).requires_grad
+            assert tessera.randn(
+                5, 3, device_mesh=mesh, placements=placements, requires_grad=True
+            ).requires_grad
         with mesh:
             assert_whole(tessera.ones(4), torch.ones(4))
             assert tessera.ones(4).device_mesh == mesh
@@ -89,7 +102,11 @@ def test_factories():
 
 @on_ranks()
 def test_without_a_mesh_there_is_an_error():
-    for make in (lambda: tessera.ones(4), lambda: tessera.distribute_tensor(values(4)), lambda: DTensor.from_local(values(4))):
+    for make in (
+        lambda: tessera.ones(4),
+        lambda: tessera.distribute_tensor(values(4)),
+        lambda: DTensor.from_local(values(4)),
+    ):
         with pytest.raises(RuntimeError, match="mesh"):
             make()
 
@@ -182,7 +199,9 @@ def test_local_map():
     with pytest.raises(ValueError, match="redistribute_inputs"):
         product(x.redistribute(placements=[Replicate()]), y, 1.0)
     again = local_map(torch.mm, [Partial()], ([Shard(1)], [Shard(0)]), redistribute_inputs=True)
-    assert_whole(again(x.redistribute(placements=[Replicate()]), y), values(6, 8) @ values(8, 5), rtol=1e-4, atol=1e-5)
+    assert_whole(
+        again(x.redistribute(placements=[Replicate()]), y), values(6, 8) @ values(8, 5), rtol=1e-4, atol=1e-5
+    )
     with pytest.raises(ValueError, match="out_placements has 2 entries"):
         local_map(torch.mm, ([Partial()], [Partial()]))(x, y)
 

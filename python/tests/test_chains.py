@@ -9,9 +9,9 @@ import random
 
 import pytest
 import torch
+from oracle import random_placements
 
 import tessera
-from oracle import random_placements
 
 CHAINS = int(os.environ.get("TESSERA_CHAINS", "120"))
 MESHES = [(4,), (2, 2), (3,)]
@@ -53,8 +53,23 @@ def views(rng, shape):
 
 
 def writes(rng, shape):
-    texts = ["t.mul_(1.5)", "t.add_(0.25)", "t.fill_(0.5)", "t.copy_(o)", "t.sub_(o, alpha=0.5)", "t.neg_()", "t.tanh_()", "t.masked_fill_(m, 0.3)"]
-    texts += ["t.lerp_(o, 0.3)", "t.__setitem__(m, 0.7)", "t.__setitem__(m, o[m])", "t.__setitem__(..., o)", "t.masked_scatter_(m, o)"]
+    texts = [
+        "t.mul_(1.5)",
+        "t.add_(0.25)",
+        "t.fill_(0.5)",
+        "t.copy_(o)",
+        "t.sub_(o, alpha=0.5)",
+        "t.neg_()",
+        "t.tanh_()",
+        "t.masked_fill_(m, 0.3)",
+    ]
+    texts += [
+        "t.lerp_(o, 0.3)",
+        "t.__setitem__(m, 0.7)",
+        "t.__setitem__(m, o[m])",
+        "t.__setitem__(..., o)",
+        "t.masked_scatter_(m, o)",
+    ]
     if shape and min(shape) > 0:
         dim = rng.randrange(len(shape))
         before, some = ":, " * dim, rng.sample(range(shape[dim]), rng.randint(1, shape[dim]))
@@ -71,19 +86,41 @@ def writes(rng, shape):
 
 
 def operators(rng, shape):
-    texts = ["t * 2", "t + o", "torch.tanh(t)", "t.clone()", "t.sum()", "torch.where(m, t, o)", "t * o", "t[m]", "t.norm() - o.norm()", "t.reshape(-1).clone()"]
+    texts = [
+        "t * 2",
+        "t + o",
+        "torch.tanh(t)",
+        "t.clone()",
+        "t.sum()",
+        "torch.where(m, t, o)",
+        "t * o",
+        "t[m]",
+        "t.norm() - o.norm()",
+        "t.reshape(-1).clone()",
+    ]
     texts += ["torch.stack([t.norm(), o.sum()])", "(t != 0).nonzero().to(t.dtype)"]
     if shape:
         dim, keep = rng.randrange(len(shape)), rng.choice([True, False])
         size = shape[dim]
-        texts += [f"t.sum({dim}, keepdim={keep})", f"t.cumsum({dim})", f"t.flip({dim})", f"t.roll({rng.randint(-3, 3)}, {dim})"]
+        texts += [
+            f"t.sum({dim}, keepdim={keep})",
+            f"t.cumsum({dim})",
+            f"t.flip({dim})",
+            f"t.roll({rng.randint(-3, 3)}, {dim})",
+        ]
         texts += [f"torch.stack([t, o], {dim})", "torch.nn.functional.pad(t, (1, 2))"]
         # libtorch makes the gradient of what is [0] in cat a plain tensor.
         texts += [f"torch.cat([t, o], {dim})"] if min(shape) > 0 else []
         if min(shape) > 0:
             some = [rng.randrange(size) for _ in range(3)]
             texts += [f"t.{name}({dim}, keepdim={keep})" for name in ("mean", "amax", "logsumexp", "prod")]
-            texts += [f"t.softmax({dim})", f"t.index_select({dim}, i({some}))", f"t.sort({dim})[0]", f"t.topk(1, {dim})[0]", f"t.max({dim})[0]"]
+            texts += [
+                f"t.softmax({dim})",
+                f"t.index_select({dim}, i({some}))",
+                f"t.sort({dim})[0]",
+                f"t.topk(1, {dim})[0]",
+                f"t.max({dim})[0]",
+            ]
             texts += [f"t.argmax({dim}).to(t.dtype) + t.sum({dim})", f"t.cummax({dim})[0]"]
         if len(shape) > 1:
             texts += ["t @ o.mT", "t.mT @ o", "torch.tril(t)"]
@@ -99,7 +136,9 @@ def chain(seed, mesh, told, gradients):
         shape[0] = 0
 
     def distributed(whole, op=None):
-        return tessera.distribute_tensor(whole, mesh, random_placements(rng, whole.dim(), mesh.ndim, ["sum", op] if op else []))
+        return tessera.distribute_tensor(
+            whole, mesh, random_placements(rng, whole.dim(), mesh.ndim, ["sum", op] if op else [])
+        )
 
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     leaf = distributed(whole, op)
@@ -112,7 +151,9 @@ def chain(seed, mesh, told, gradients):
         t, plain, writable = rng.choice(alive)
         make = rng.choices([views, writes, operators], [9, 6 if writable else 0, 5])[0]
         step = make(rng, plain.shape)
-        other = torch.randn(plain.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed * 31 + number))
+        other = torch.randn(
+            plain.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed * 31 + number)
+        )
         mask = other > 0.2
         others = distributed(other, op), distributed(mask)
         try:
@@ -124,12 +165,19 @@ def chain(seed, mesh, told, gradients):
         if make is not writes:
             if expected.numel() > 3000:
                 return
-            alive = [*alive[-4:], (actual, expected, make is operators or (writable and "expand" not in step.text))]
+            alive = [
+                *alive[-4:],
+                (actual, expected, make is operators or (writable and "expand" not in step.text)),
+            ]
         for a, b, _ in alive:
-            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-6, atol=1e-8, equal_nan=True, msg=lambda m: f"{m}\n{a.placements}")
+            torch.testing.assert_close(
+                a.full_tensor(), b, rtol=1e-6, atol=1e-8, equal_nan=True, msg=lambda m: f"{m}\n{a.placements}"
+            )
     if not gradients or not any(plain.requires_grad for _, plain, _ in alive):
         return
-    mine, theirs = (sum((pair[side] ** 2).sum() for pair in alive if pair[1].requires_grad) for side in (0, 1))
+    mine, theirs = (
+        sum((pair[side] ** 2).sum() for pair in alive if pair[1].requires_grad) for side in (0, 1)
+    )
     try:
         theirs.backward()
     except RuntimeError:  # something that is needed was written into

@@ -3,9 +3,9 @@
 import warnings
 
 import torch
+from ranks import values
 
 import tessera
-from ranks import values
 from tessera import Shard
 
 

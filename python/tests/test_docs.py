@@ -32,5 +32,7 @@ def test_everything_public_is_documented():
             assert thing.__doc__ and thing.__doc__.strip(), name
             if isinstance(thing, type):
                 for member, value in vars(thing).items():
-                    if not member.startswith("_") and (callable(value) or isinstance(value, (property, staticmethod))):
+                    if not member.startswith("_") and (
+                        callable(value) or isinstance(value, (property, staticmethod))
+                    ):
                         assert value.__doc__, f"{name}.{member}"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Conv1D, filled
+from ranks import Collectives, assert_whole, on_ranks, values
+from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch import nn
 
 import tessera
-from models import Conv1D, filled
-from ranks import Collectives, assert_whole, on_ranks, values
-from tessera import DTensor, Replicate, Shard, _C, distribute_tensor, init_device_mesh
-from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tessera import _C, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 TABLE = Path(__file__).parents[2] / "tests" / "nn" / "layer_flow.txt"
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -84,8 +84,9 @@ def test_layers_flow_as_the_table_says(line):
         gradients[path] = parameter.grad
         assert_whole(parameter.grad, other.grad, **CLOSE)
     counts = [re.sub(r"\D", "", repr(count)) for count in (in_forward, in_backward)]
-    actual = f"{name} {style} {flow}: output {placement_of(output)}, collectives {counts[0]} forward, {counts[1]} backward; gradients: " + ", ".join(
-        f"{path} {placement_of(gradient)}" for path, gradient in gradients.items()
+    actual = (
+        f"{name} {style} {flow}: output {placement_of(output)}, collectives {counts[0]} forward, {counts[1]} backward; gradients: "
+        + ", ".join(f"{path} {placement_of(gradient)}" for path, gradient in gradients.items())
     )
     assert actual == line
 
@@ -106,7 +107,9 @@ def test_bags_with_offsets(style):
 
 
 @pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 6}, {"add_bias_kv": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 6}, {"add_bias_kv": True}, {"bias": False}]
+)
 @on_ranks(2)
 def test_attention(options, local):
     mesh = init_device_mesh("cpu", (2,))
@@ -124,7 +127,9 @@ def test_attention(options, local):
     ):
         plain.zero_grad(), module.zero_grad()
         expected, expected_weights = plain(query, **arguments)
-        actual, weights = module(query, **arguments) if local else module(distribute_tensor(query, mesh), **arguments)
+        actual, weights = (
+            module(query, **arguments) if local else module(distribute_tensor(query, mesh), **arguments)
+        )
         for ours, theirs in ((actual, expected), (weights, expected_weights)):
             if theirs is not None:
                 assert isinstance(ours, DTensor) is not local
@@ -132,7 +137,9 @@ def test_attention(options, local):
         actual.pow(2).sum().backward()
         expected.pow(2).sum().backward()
         for (name, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, **CLOSE, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), theirs.grad, **CLOSE, msg=lambda text: f"{name}: {text}"
+            )
     with torch.no_grad():
         actual, expected = (each.eval()(query, memory, memory)[0] for each in (module, plain))
         torch.testing.assert_close(actual if local else actual.full_tensor(), expected, **CLOSE)
@@ -142,17 +149,27 @@ def test_attention(options, local):
 def test_heads_are_divided_evenly():
     with pytest.raises(ValueError, match="4 heads of a MultiheadAttention .* 3 ranks"):
         parallelize_module(nn.MultiheadAttention(8, 4), init_device_mesh("cpu", (3,)), ColwiseParallel())
-    with pytest.raises(NotImplementedError, match="RowwiseParallel: does not know how to shard a MultiheadAttention"):
+    with pytest.raises(
+        NotImplementedError, match="RowwiseParallel: does not know how to shard a MultiheadAttention"
+    ):
         parallelize_module(nn.MultiheadAttention(9, 3), init_device_mesh("cpu", (3,)), RowwiseParallel())
     with pytest.raises(ValueError, match="blocks .* no meaning for multihead_attention"):
-        parallelize_module(nn.MultiheadAttention(9, 3), init_device_mesh("cpu", (3,)), ColwiseParallel(blocks=3))
+        parallelize_module(
+            nn.MultiheadAttention(9, 3), init_device_mesh("cpu", (3,)), ColwiseParallel(blocks=3)
+        )
 
 
 @on_ranks(2)
 def test_an_encoder_layer():
     mesh = init_device_mesh("cpu", (2,))
-    plain, module = (filled(nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)) for _ in range(2))
-    parallelize_module(module, mesh, {"self_attn": ColwiseParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+    plain, module = (
+        filled(nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)) for _ in range(2)
+    )
+    parallelize_module(
+        module,
+        mesh,
+        {"self_attn": ColwiseParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
+    )
     x = values(2, 5, 8)
     torch.testing.assert_close(module(x), plain(x), **CLOSE)
     module(x).pow(2).sum().backward()
@@ -192,5 +209,7 @@ def test_inputs_by_name():
     plain, module = filled(nn.Linear(8, 12)), filled(nn.Linear(8, 12))
     parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
     torch.testing.assert_close(module(input=values(4, 8)), plain(values(4, 8)), **CLOSE)
-    with pytest.raises(TypeError, match="ColwiseParallel: argument 'input' of Linear is NoneType; expected a tensor"):
+    with pytest.raises(
+        TypeError, match="ColwiseParallel: argument 'input' of Linear is NoneType; expected a tensor"
+    ):
         module()

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from torch.nn import functional as F
 
 import tessera
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import DTensor, Replicate, Shard
 
 SLICES = Path(__file__).parents[1] / "op_db" / "slices.py"
 
 
 def distributed(whole, mesh, *placements):
-    return tessera.distribute_tensor(whole, mesh, list(placements) * (mesh.ndim if len(placements) == 1 else 1))
+    return tessera.distribute_tensor(
+        whole, mesh, list(placements) * (mesh.ndim if len(placements) == 1 else 1)
+    )
 
 
 def assert_laid_out(x):
@@ -44,7 +46,10 @@ def test_kernels_that_read_raw_memory_get_no_slices():
             (gradient,) = torch.autograd.grad(F.layer_norm(a, (24,)), a, distributed(g, mesh, Shard(dim)))
             assert_whole(gradient, expected)
         v, scale = values(5, 6, 4), values(1, 6, 1, seed=1)
-        assert_whole(torch._weight_norm(distributed(v, mesh, Replicate()), distributed(scale, mesh, Shard(1)), 1), torch._weight_norm(v, scale, 1))
+        assert_whole(
+            torch._weight_norm(distributed(v, mesh, Replicate()), distributed(scale, mesh, Shard(1)), 1),
+            torch._weight_norm(v, scale, 1),
+        )
         x, g = values(2, 12, 6, 5), values(2, 12, 6, 5, seed=1)
         plain = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(F.group_norm(plain, 6), plain, g)
@@ -99,7 +104,10 @@ def test_local_tensors_that_are_transposed():
             F.group_norm(plain, 5).square().sum().backward()
             assert_whole(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
         assert_whole(F.pdist(x[0, :, :, 0]), F.pdist(t[0, :, :, 0]))
-        scores, target = t.log_softmax(1), torch.randint(5, (3, 6, 4), generator=torch.Generator().manual_seed(0))
+        scores, target = (
+            t.log_softmax(1),
+            torch.randint(5, (3, 6, 4), generator=torch.Generator().manual_seed(0)),
+        )
         plain = scores.clone().requires_grad_()
         F.nll_loss(plain, target).backward()
         a = DTensor.from_local(scores, mesh, [Replicate()] * mesh.ndim).requires_grad_()
@@ -237,15 +245,34 @@ tessera.run(2, main)
 
 
 def test_new_memory_can_be_filled():
-    done = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, "TESSERA_FILL_MEMORY": "1"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FILLED],
+        env={**os.environ, "TESSERA_FILL_MEMORY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_kernels_that_take_slices_read_them_rightly():
     """Some of `make slices`."""
-    ops = ("add*", "mm", "where", "nn.functional.*norm", "nn.functional.*elu*", "clamp*", "masked_fill", "l*", "p*")
+    ops = (
+        "add*",
+        "mm",
+        "where",
+        "nn.functional.*norm",
+        "nn.functional.*elu*",
+        "clamp*",
+        "masked_fill",
+        "l*",
+        "p*",
+    )
     command = [sys.executable, str(SLICES), *(argument for op in ops for argument in ("--op", op))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     # Those that are known to misread are found: the way of trying works.
-    assert "aten.native_layer_norm_backward.default" in done.stdout and "aten.native_group_norm_backward.default" in done.stdout
+    assert (
+        "aten.native_layer_norm_backward.default" in done.stdout
+        and "aten.native_group_norm_backward.default" in done.stdout
+    )

@@ -6,17 +6,19 @@ import warnings
 
 import pytest
 import torch
+from ranks import assert_whole, on_ranks, values
+from tessera.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch import nn
 from torch.nn import functional as F
 
 import tessera
-from ranks import assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from tessera.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 CASES = [
     {"reduction": reduction, "label_smoothing": smoothing, "weight": weight, "ignore_index": ignored}
-    for reduction, smoothing, weight, ignored in itertools.product(("mean", "sum", "none"), (0.0, 0.2), (False, True), (-100, 3))
+    for reduction, smoothing, weight, ignored in itertools.product(
+        ("mean", "sum", "none"), (0.0, 0.2), (False, True), (-100, 3)
+    )
 ]
 SHAPES = [(7,), (5, 7), (4, 16), (2, 7, 3), (2, 8, 3, 2)]
 
@@ -54,7 +56,9 @@ def test_equal_to_one_device(shape):
             for other in others:
                 placements = [Shard(classes)] if other is None else [other, Shard(classes)]
                 ours = distribute_tensor(logits, mesh, placements).requires_grad_()
-                placed = distribute_tensor(targets, mesh, [target_placement(each, classes) for each in placements])
+                placed = distribute_tensor(
+                    targets, mesh, [target_placement(each, classes) for each in placements]
+                )
                 with loss_parallel():
                     loss = F.cross_entropy(ours, placed, weights, **rest)
                     loss.backward(distribute_tensor(upstream, mesh))
@@ -93,11 +97,18 @@ def test_plain_targets_and_weights():
         assert_whole(nn.CrossEntropyLoss(weights)(cut, targets), F.cross_entropy(logits, targets, weights))
         probabilities = logits.softmax(1)
         assert_whole(F.cross_entropy(cut, probabilities), F.cross_entropy(logits, probabilities))
-        torch.testing.assert_close(F.cross_entropy(logits, targets), F.cross_entropy(logits, targets, reduction="mean"))  # all plain
+        torch.testing.assert_close(
+            F.cross_entropy(logits, targets), F.cross_entropy(logits, targets, reduction="mean")
+        )  # all plain
     with pytest.raises(ValueError, match="plain tensor"):
         F.cross_entropy(cut, targets)
     two = init_device_mesh("cpu", (2, 2))
-    with loss_parallel(), pytest.raises(ValueError, match=r"the targets must be distributed, as \(Shard\(dim=0\), Replicate\(\)\)"):
+    with (
+        loss_parallel(),
+        pytest.raises(
+            ValueError, match=r"the targets must be distributed, as \(Shard\(dim=0\), Replicate\(\)\)"
+        ),
+    ):
         F.cross_entropy(distribute_tensor(logits, two, [Shard(0), Shard(1)]), targets)
 
 
@@ -106,7 +117,10 @@ def test_logits_that_would_be_moved_are_refused():
     mesh = init_device_mesh("cpu", (4,))
     targets = torch.tensor([1, 7, 0, 3, 3])
     for placement in (Partial(), tessera._StridedShard(1, split_factor=2)):
-        with loss_parallel(), pytest.raises(ValueError, match="would have to be moved between ranks along mesh dim 0"):
+        with (
+            loss_parallel(),
+            pytest.raises(ValueError, match="would have to be moved between ranks along mesh dim 0"),
+        ):
             F.cross_entropy(distribute_tensor(values(5, 8), mesh, [placement]), targets)
 
 

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import tessera
-from ranks import on_ranks
 from tessera import DeviceMesh
 
 
@@ -15,14 +15,23 @@ from tessera import DeviceMesh
 def test_a_mesh_knows_its_ranks():
     mesh = tessera.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     rank = tessera.get_rank()
-    assert mesh.shape == (2, 4) and mesh.ndim == 2 and mesh.size() == 8 and mesh.size(0) == 2 and mesh.size(-1) == 4
+    assert (
+        mesh.shape == (2, 4)
+        and mesh.ndim == 2
+        and mesh.size() == 8
+        and mesh.size(0) == 2
+        and mesh.size(-1) == 4
+    )
     assert mesh.device_type == "cpu" and mesh.mesh_dim_names == ("dp", "tp")
     assert torch.equal(mesh.mesh, torch.arange(8).reshape(2, 4))
     assert mesh.get_rank() == rank and mesh.get_coordinate() == (rank // 4, rank % 4)
     assert mesh.get_local_rank("dp") == rank // 4 and mesh.get_local_rank(1) == rank % 4
     assert mesh["tp"].get_local_rank() == rank % 4 and mesh["dp"].shape == (2,)
     assert mesh[("dp", "tp")].shape == mesh["dp", "tp"].shape == (2, 4)
-    assert repr(mesh["tp"]) == f"DeviceMesh(tp=4, 'cpu', ranks=[{', '.join(str(rank // 4 * 4 + i) for i in range(4))}])"
+    assert (
+        repr(mesh["tp"])
+        == f"DeviceMesh(tp=4, 'cpu', ranks=[{', '.join(str(rank // 4 * 4 + i) for i in range(4))}])"
+    )
     assert mesh == DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("dp", "tp"))
     assert mesh != DeviceMesh("cpu", torch.arange(8).reshape(2, 4)) and mesh != 1
     assert hash(mesh) == hash(copy.deepcopy(mesh)) and copy.copy(mesh) == mesh
@@ -78,7 +87,10 @@ def test_bad_meshes_are_errors():
         (ValueError, lambda: DeviceMesh("cpu", [0, 0])),
         (RuntimeError, lambda: tessera.init_device_mesh("nothing", (4,))),
         ((ValueError, RuntimeError), lambda: tessera.init_device_mesh("xla", (4,))),
-        ((KeyError, ValueError, IndexError), lambda: tessera.init_device_mesh("cpu", (4,), mesh_dim_names=("a",))["b"]),
+        (
+            (KeyError, ValueError, IndexError),
+            lambda: tessera.init_device_mesh("cpu", (4,), mesh_dim_names=("a",))["b"],
+        ),
     ):
         with pytest.raises(error):
             make()

@@ -15,12 +15,24 @@ OPS = (
 
 def test_operators_equal_one_device(tmp_path: Path) -> None:
     chosen = [argument for op in OPS for argument in ("--op", op)]
-    command = [sys.executable, str(RUN), *chosen, "--samples", "4", "--mixes", "2", "--output", str(tmp_path / "op_db")]
+    command = [
+        sys.executable,
+        str(RUN),
+        *chosen,
+        "--samples",
+        "4",
+        "--mixes",
+        "2",
+        "--output",
+        str(tmp_path / "op_db"),
+    ]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "op_db.json").read_text())["ops"]
     assert {op["op"] for op in found} == set(OPS)
     for op in found:
-        assert len(op["counts"]) == 4 and all(counts.get("right", 0) > 0 for counts in op["counts"].values()), op
+        assert len(op["counts"]) == 4 and all(
+            counts.get("right", 0) > 0 for counts in op["counts"].values()
+        ), op
         assert op["failures"] == [], op["failures"][0]
 
 

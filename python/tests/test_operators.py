@@ -12,14 +12,17 @@ from tessera import Replicate, Shard
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def check_everywhere(function: Function, tensor: torch.Tensor, partial: bool = True, **tolerance: float) -> None:
+def check_everywhere(
+    function: Function, tensor: torch.Tensor, partial: bool = True, **tolerance: float
+) -> None:
     """It gives on every placement what it gives on one device."""
     expected = function(tensor)
     for mesh in meshes():
         for placements in placements_of(tensor, mesh, partial):
-            distributed = tessera.distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            distributed = tessera.distribute_tensor(
+                tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None
+            )
             assert_whole(function(distributed.redistribute(placements=placements)), expected, **tolerance)
-
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,9 @@ def test_masked_reductions_count_what_they_reduce(function: Function) -> None:
 
 @on_ranks()
 def test_unravel_index() -> None:
-    check_everywhere(lambda x: torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([0, 11, 5, 7, 3]), partial=False)
+    check_everywhere(
+        lambda x: torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([0, 11, 5, 7, 3]), partial=False
+    )
 
 
 @on_ranks()
@@ -47,7 +52,12 @@ def test_bags_of_equal_size() -> None:
     for mesh in meshes():
         indices = tessera.distribute_tensor(index, mesh, [Shard(0)] * mesh.ndim)
         for placements in placements_of(weight, mesh, partial=False):
-            assert_whole(torch.nn.functional.embedding_bag(indices, tessera.distribute_tensor(weight, mesh, placements)), expected)
+            assert_whole(
+                torch.nn.functional.embedding_bag(
+                    indices, tessera.distribute_tensor(weight, mesh, placements)
+                ),
+                expected,
+            )
 
 
 @on_ranks()
@@ -111,7 +121,9 @@ def test_products_of_batches_of_unequal_dims() -> None:
         lambda x: torch.linalg.matrix_power(x[:3], 0),
         lambda x: torch.linalg.matrix_power(x[:3], 3),
         lambda x: torch.linalg.matrix_rank(x),
-        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None] + 1, x[None], is_causal=True),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(
+            x[None], x[None] + 1, x[None], is_causal=True
+        ),
     ],
 )
 @on_ranks()
@@ -148,7 +160,9 @@ def test_tensor_split_by_a_tensor(split: torch.Tensor) -> None:
                 assert_whole(part, expected)
 
 
-@pytest.mark.parametrize("function", [torch.trace, torch.linalg.matrix_exp, lambda x: torch.linalg.matrix_exp(x).pow(2)])
+@pytest.mark.parametrize(
+    "function", [torch.trace, torch.linalg.matrix_exp, lambda x: torch.linalg.matrix_exp(x).pow(2)]
+)
 @on_ranks()
 def test_gradients_that_begin_with_zeros(function: Function) -> None:
     tensor = values(5, 5) / 4
@@ -194,9 +208,15 @@ def test_ctc_loss_with_lengths_in_tensors() -> None:
     lengths = torch.tensor([7, 6]), torch.tensor([3, 2])
     expected = torch.nn.functional.ctc_loss(log_probs, targets, *lengths)
     for mesh in meshes():
-        whole = [tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) for each in (targets, *lengths)]
+        whole = [
+            tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            for each in (targets, *lengths)
+        ]
         for placements in placements_of(log_probs, mesh, partial=False):
-            assert_whole(torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *whole), expected)
+            assert_whole(
+                torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *whole),
+                expected,
+            )
 
 
 @on_ranks()
@@ -219,9 +239,15 @@ def test_addmv_broadcasts_over_empty_shards(shape: tuple[int, ...]) -> None:
     vector, bias = values(3, seed=1), values(*shape, seed=2)
     expected = torch.addmv(bias, values(5, 3), vector)
     for mesh in meshes():
-        whole = [tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) for each in (bias, vector)]
+        whole = [
+            tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            for each in (bias, vector)
+        ]
         for placements in placements_of(values(5, 3), mesh, partial=False):
-            assert_whole(torch.addmv(whole[0], tessera.distribute_tensor(values(5, 3), mesh, placements), whole[1]), expected)
+            assert_whole(
+                torch.addmv(whole[0], tessera.distribute_tensor(values(5, 3), mesh, placements), whole[1]),
+                expected,
+            )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -259,7 +285,9 @@ def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: boo
     whole = [values(2, heads, 5, 4), values(2, groups, 5, 4, seed=1), values(2, groups, 5, 4, seed=2)]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, enable_gqa=True
+        )
 
     plain = [tensor.clone().requires_grad_() for tensor in whole]
     expected = attend(*plain)
@@ -268,7 +296,11 @@ def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: boo
         for placements in placements_of(whole[0], mesh, partial=False):
             ours = [tessera.distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in whole]
             cuts = [mesh.shape[dim] for dim, placement in enumerate(placements) if placement == Shard(1)]
-            is_free = set(placements) <= {Replicate(), Shard(0), Shard(1)} and groups % torch.Size(cuts).numel() == 0 and placements[1:] != placements[:-1]
+            is_free = (
+                set(placements) <= {Replicate(), Shard(0), Shard(1)}
+                and groups % torch.Size(cuts).numel() == 0
+                and placements[1:] != placements[:-1]
+            )
             with tessera.implicit_communication("forbidden" if is_free else "allowed"):
                 result = attend(*ours)
                 loss = result.pow(2).sum()
@@ -292,12 +324,18 @@ def test_blocks_that_are_cut_one_by_one() -> None:
     weights = values(3, 24, seed=1)
     (expected * weights).sum().backward()
     strided = tessera._StridedShard(1, split_factor=3)
-    cases = [(mesh, [strided]) if mesh.ndim == 1 else (mesh, [other, strided]) for mesh in meshes() for other in (Replicate(), Shard(0))]
+    cases = [
+        (mesh, [strided]) if mesh.ndim == 1 else (mesh, [other, strided])
+        for mesh in meshes()
+        for other in (Replicate(), Shard(0))
+    ]
     for mesh, placements in cases:
         x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
         placed = tessera.distribute_tensor(weights, mesh, placements)
         with tessera.implicit_communication("forbidden"):
-            assert x[:, 8:16].placements == tuple(Shard(1) if each == strided else each for each in placements)
+            assert x[:, 8:16].placements == tuple(
+                Shard(1) if each == strided else each for each in placements
+            )
             y = function(x)
             (y * placed).sum().backward()
         assert y.placements == x.grad.placements == tuple(placements)
@@ -307,8 +345,17 @@ def test_blocks_that_are_cut_one_by_one() -> None:
     for mesh, placements in cases:
         for size, split in ((24, 2), (24, 4), (10, 2), (9, 3)):
             x = values(3, size)
-            ours = tessera.distribute_tensor(x, mesh, [*placements[:-1], tessera._StridedShard(1, split_factor=split)])
-            for begin, end, step in ((0, 8, 1), (1, 9, 1), (0, 5, 1), (3, 6, 1), (0, size // 2, 1), (0, size, 2)):
+            ours = tessera.distribute_tensor(
+                x, mesh, [*placements[:-1], tessera._StridedShard(1, split_factor=split)]
+            )
+            for begin, end, step in (
+                (0, 8, 1),
+                (1, 9, 1),
+                (0, 5, 1),
+                (3, 6, 1),
+                (0, size // 2, 1),
+                (0, size, 2),
+            ):
                 assert_whole(ours[:, begin:end:step], x[:, begin:end:step])
             view = ours[:, : size // 2]
             view += 1
@@ -333,4 +380,7 @@ def test_joining_what_is_cut() -> None:
                 for mine, other in zip(ours, plain):
                     assert_whole(mine.grad, other.grad)
                 # It is used with others as any tensor.
-                assert_whole(result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh), expected.detach().view(3, -1, 2) * 2)
+                assert_whole(
+                    result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh),
+                    expected.detach().view(3, -1, 2) * 2,
+                )

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
 
 import tessera
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import Replicate, Shard
 
 OPTIMISERS = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, ("for-loop", "foreach", "fused")),
+    "SGD": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        ("for-loop", "foreach", "fused"),
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.1}, ("for-loop", "foreach", "fused")),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, ("for-loop", "foreach", "fused")),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}, ("for-loop", "foreach", "fused")),
@@ -50,7 +54,9 @@ def test_optimisers(name, way):
         plain = [value.clone().requires_grad_() for value in whole]
         distributed = [
             torch.nn.Parameter(tessera.distribute_tensor(whole[0], mesh, [Shard(0)] * mesh.ndim)),
-            torch.nn.Parameter(tessera.distribute_tensor(whole[1], mesh, [Shard(1)] + [Replicate()] * (mesh.ndim - 1))),
+            torch.nn.Parameter(
+                tessera.distribute_tensor(whole[1], mesh, [Shard(1)] + [Replicate()] * (mesh.ndim - 1))
+            ),
         ]
         bias = None if name == "Muon" else values(7)
         plain_bias = None if bias is None else bias.clone().requires_grad_()

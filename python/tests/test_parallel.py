@@ -5,12 +5,8 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
-
-import tessera
 from models import MLP, Conv1D, filled
 from ranks import Collectives, assert_whole, on_ranks, values
-from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_module, distribute_tensor, init_device_mesh
 from tessera.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,6 +17,19 @@ from tessera.parallel import (
     SequenceParallel,
     input_reshard,
     parallelize_module,
+)
+from torch import nn
+
+import tessera
+from tessera import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _StridedShard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
 )
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -54,9 +63,13 @@ def test_distribute_module_replicates_by_default():
         assert distribute_module(model, mesh) is model
         for tensor in (*model.parameters(), *model.buffers()):
             assert isinstance(tensor, DTensor) and tensor.placements == (Replicate(),) * mesh.ndim
-        assert isinstance(model.first.weight, nn.Parameter) and not isinstance(model.norm.running_mean, nn.Parameter)
+        assert isinstance(model.first.weight, nn.Parameter) and not isinstance(
+            model.norm.running_mean, nn.Parameter
+        )
         assert not model.first.weight.requires_grad and model.second.weight.requires_grad is kept
-        sums = tessera.DTensor.from_local(model.first.weight.to_local(), mesh, [Partial("min")] * mesh.ndim).full_tensor()
+        sums = tessera.DTensor.from_local(
+            model.first.weight.to_local(), mesh, [Partial("min")] * mesh.ndim
+        ).full_tensor()
         torch.testing.assert_close(sums, model.first.weight.to_local())  # the same everywhere
         with pytest.raises(RuntimeError, match="distributed already"):
             distribute_module(model, mesh)
@@ -99,7 +112,9 @@ def test_distribute_module_with_functions():
 def test_functions_of_two_arguments_are_deprecated_and_others_refused():
     mesh = init_device_mesh("cpu", (1,))
     with pytest.warns(FutureWarning, match="input_fn takes"):
-        model = distribute_module(nn.Linear(3, 3), mesh, input_fn=lambda args, mesh: distribute_tensor(args[0], mesh))
+        model = distribute_module(
+            nn.Linear(3, 3), mesh, input_fn=lambda args, mesh: distribute_tensor(args[0], mesh)
+        )
     assert isinstance(model(values(2, 3)), DTensor)
     with pytest.raises(ValueError, match="output_fn takes three arguments"):
         distribute_module(nn.Linear(3, 3), mesh, output_fn=lambda output: output)
@@ -134,7 +149,10 @@ def test_what_is_shared_stays_shared():
     assert sharded.head.weight is sharded.embedding.weight and sharded.head.weight.placements == (Shard(0),)
 
     options = {"use_local_output": False}
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), **options), "head": ColwiseParallel(**options)}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), **options),
+        "head": ColwiseParallel(**options),
+    }
     styled = parallelize_module(filled(Tied()), mesh, plan)
     assert styled.head.weight is styled.embedding.weight and len(list(styled.parameters())) == 1
     for model in (replicated, sharded, styled):
@@ -165,7 +183,10 @@ def test_mlp(world_size, sequence, bias):
         plan = {"up": ColwiseParallel(input_layouts=layout), "down": RowwiseParallel(output_layouts=layout)}
         parallelize_module(model, mesh, plan)
         assert model.up.weight.placements == (Shard(0),) and model.down.weight.placements == (Shard(1),)
-        assert not bias or (model.up.bias.placements, model.down.bias.placements) == ((Shard(0),), (Replicate(),))
+        assert not bias or (model.up.bias.placements, model.down.bias.placements) == (
+            (Shard(0),),
+            (Replicate(),),
+        )
         with Collectives(mesh) as forward, tessera.implicit_communication("forbidden"):
             y = model(part)
         # An all-reduce; or the sizes of the shards, an all-gather and a reduce-scatter.
@@ -180,7 +201,9 @@ def test_mlp(world_size, sequence, bias):
             y.pow(2).sum().backward()
         assert backward == (2 if sequence else 1)
         assert_same_gradients(model, plain)
-        torch.testing.assert_close(part.grad, x.grad.tensor_split(world_size, 1)[mesh.get_rank()] if sequence else x.grad, **CLOSE)
+        torch.testing.assert_close(
+            part.grad, x.grad.tensor_split(world_size, 1)[mesh.get_rank()] if sequence else x.grad, **CLOSE
+        )
 
     test()
 
@@ -192,7 +215,9 @@ def test_layouts_and_local_output():
     for style, local in itertools.product((ColwiseParallel, RowwiseParallel), (True, False)):
         for given, output in itertools.product((Replicate(), Shard(0), Shard(1), Shard(-1), None), repeat=2):
             plain, model = filled(nn.Linear(8, 12)), filled(nn.Linear(8, 12))
-            parallelize_module(model, mesh, style(input_layouts=given, output_layouts=output, use_local_output=local))
+            parallelize_module(
+                model, mesh, style(input_layouts=given, output_layouts=output, use_local_output=local)
+            )
             default = Replicate() if style is ColwiseParallel else Shard(1)
             y = model(distribute_tensor(x, mesh, [given or default]).to_local())
             expected = plain(x)
@@ -201,7 +226,9 @@ def test_layouts_and_local_output():
             assert isinstance(y, DTensor) is not local
             torch.testing.assert_close(y if local else y.to_local(), placed.to_local(), **CLOSE)
             assert local or y.placements == placed.placements
-    assert isinstance(model(distribute_tensor(x, mesh, [Shard(0)])), DTensor)  # distributed inputs are placed as needed
+    assert isinstance(
+        model(distribute_tensor(x, mesh, [Shard(0)])), DTensor
+    )  # distributed inputs are placed as needed
 
 
 @pytest.mark.parametrize("style, sharding", [(ColwiseParallel, Shard(1)), (RowwiseParallel, Shard(0))])
@@ -243,7 +270,9 @@ class FusedAttention(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        query, key, value = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
         y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -252,7 +281,10 @@ class FusedAttention(nn.Module):
 def test_outputs_that_are_split():
     mesh = init_device_mesh("cpu", (4,))
     plain, model = filled(FusedAttention()), filled(FusedAttention())
-    plan = {"qkv": ColwiseParallel(blocks=3, use_local_output=False), "out": RowwiseParallel(use_local_output=False)}
+    plan = {
+        "qkv": ColwiseParallel(blocks=3, use_local_output=False),
+        "out": RowwiseParallel(use_local_output=False),
+    }
     parallelize_module(model, mesh, plan)
     assert model.qkv.weight.placements == model.qkv.bias.placements == (_StridedShard(0, split_factor=3),)
     x = values(2, 5, 8)
@@ -269,7 +301,9 @@ def test_outputs_that_are_split():
     # Local tensors: this rank's heads of each.
     local = parallelize_module(filled(nn.Linear(8, 24)), mesh, ColwiseParallel(blocks=3))
     expected = filled(nn.Linear(8, 24))(x).chunk(3, -1)
-    torch.testing.assert_close(local(x), torch.cat([part.chunk(4, -1)[mesh.get_rank()] for part in expected], -1), **CLOSE)
+    torch.testing.assert_close(
+        local(x), torch.cat([part.chunk(4, -1)[mesh.get_rank()] for part in expected], -1), **CLOSE
+    )
     with pytest.raises(ValueError, match="blocks is the number of pieces"):
         ColwiseParallel(blocks=0)
 
@@ -300,7 +334,9 @@ class RMSNorm(nn.Module):
         return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, RMSNorm, lambda width: nn.LayerNorm(width, bias=False)])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.RMSNorm, RMSNorm, lambda width: nn.LayerNorm(width, bias=False)]
+)
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks()
@@ -310,7 +346,11 @@ def test_norms_along_sequences(norm, local, dim):
     parallelize_module(model, mesh, SequenceParallel(sequence_dim=dim, use_local_output=local))
     assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
     x = values(8, 12, 8)
-    for given in (distribute_tensor(x, mesh, [Shard(dim)]).to_local(), distribute_tensor(x, mesh), distribute_tensor(x, mesh, [Shard(dim)])):
+    for given in (
+        distribute_tensor(x, mesh, [Shard(dim)]).to_local(),
+        distribute_tensor(x, mesh),
+        distribute_tensor(x, mesh, [Shard(dim)]),
+    ):
         model.zero_grad(), plain.zero_grad()
         with Collectives(mesh) as forward:
             y = model(given)
@@ -343,7 +383,9 @@ def test_uneven_parts_of_sequences(length):
     plain, model = filled(nn.Linear(8, 8)), filled(nn.Linear(8, 8))
     parallelize_module(model, mesh, ColwiseParallel(input_layouts=Shard(1), use_local_output=False))
     assert_whole(model(part), plain(x), **CLOSE)
-    model = parallelize_module(nn.Identity(), mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+    model = parallelize_module(
+        nn.Identity(), mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    )
     assert_whole(model(part), x)
 
 
@@ -387,14 +429,19 @@ class Recorder(nn.Module):
 def test_inputs_are_prepared():
     mesh = init_device_mesh("cpu", (4,))
     part = values(2, 4)
-    model = parallelize_module(Recorder(), mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
+    model = parallelize_module(
+        Recorder(), mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    )
     model(part)
     assert_whole(model.args[0], part.repeat(4, 1))
     assert model.args[0].placements == (Replicate(),)
     model(distribute_tensor(values(8, 4), mesh, [Shard(1)]))
     assert model.args[0].placements == (Replicate(),)
 
-    layouts = {"input_layouts": (Shard(0), None, Replicate()), "desired_input_layouts": (Shard(1), None, None)}
+    layouts = {
+        "input_layouts": (Shard(0), None, Replicate()),
+        "desired_input_layouts": (Shard(1), None, None),
+    }
     for local in (True, False):
         model = parallelize_module(Recorder(), mesh, PrepareModuleInput(**layouts, use_local_output=local))
         model(part, part, part)
@@ -419,24 +466,40 @@ def test_keyword_inputs_are_prepared():
     )
     model = parallelize_module(Recorder(), mesh, style)
     model(part, x=part, pair=(part, [part]), named={"a": values(4)}, other=part, flag=True)
-    assert model.args[0].placements == model.kwargs["x"].placements == (Replicate(),) and model.kwargs["x"].shape == (8, 4)
+    assert model.args[0].placements == model.kwargs["x"].placements == (Replicate(),) and model.kwargs[
+        "x"
+    ].shape == (8, 4)
     first, (second,) = model.kwargs["pair"]
-    assert first.placements == second.placements == (Shard(1),) and model.kwargs["named"]["a"].placements == (Shard(0),)
+    assert first.placements == second.placements == (Shard(1),) and model.kwargs["named"]["a"].placements == (
+        Shard(0),
+    )
     assert model.kwargs["other"] is part and model.kwargs["flag"] is True
 
-    only = PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"x": Shard(1)}, use_local_output=True)
+    only = PrepareModuleInput(
+        input_kwarg_layouts={"x": Shard(0)},
+        desired_input_kwarg_layouts={"x": Shard(1)},
+        use_local_output=True,
+    )
     model = parallelize_module(Recorder(), mesh, only)
     model(part, x=part)
-    assert model.args[0] is part and model.kwargs["x"].shape == (8, 1) and not isinstance(model.kwargs["x"], DTensor)
+    assert (
+        model.args[0] is part
+        and model.kwargs["x"].shape == (8, 1)
+        and not isinstance(model.kwargs["x"], DTensor)
+    )
 
 
 @on_ranks()
 def test_outputs_are_prepared():
     mesh = init_device_mesh("cpu", (4,))
     part = values(2, 4)
-    model = parallelize_module(Recorder(), mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate()))
+    model = parallelize_module(
+        Recorder(), mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+    )
     torch.testing.assert_close(model(part), part.repeat(4, 1))
-    style = PrepareModuleOutput(output_layouts=(Shard(0), None), desired_output_layouts=(Shard(1), None), use_local_output=False)
+    style = PrepareModuleOutput(
+        output_layouts=(Shard(0), None), desired_output_layouts=(Shard(1), None), use_local_output=False
+    )
     first, second = parallelize_module(Recorder(), mesh, style)(part, part)
     assert first.placements == (Shard(1),) and second is part
     with pytest.raises(ValueError, match="returned 1 values, but output_layouts has 2"):
@@ -464,8 +527,14 @@ def test_inputs_and_outputs_are_prepared():
 def test_layouts_that_do_not_fit_are_refused():
     for options, message in (
         ({"input_layouts": Shard(0)}, "both input_layouts and desired_input_layouts"),
-        ({"input_layouts": (Shard(0), None), "desired_input_layouts": Replicate()}, "has 2 entries, but desired_input_layouts has 1"),
-        ({"input_kwarg_layouts": {"x": Shard(0)}, "desired_input_kwarg_layouts": {"y": Shard(0)}}, r"names \['x'\].* \['y'\]"),
+        (
+            {"input_layouts": (Shard(0), None), "desired_input_layouts": Replicate()},
+            "has 2 entries, but desired_input_layouts has 1",
+        ),
+        (
+            {"input_kwarg_layouts": {"x": Shard(0)}, "desired_input_kwarg_layouts": {"y": Shard(0)}},
+            r"names \['x'\].* \['y'\]",
+        ),
         ({"input_kwarg_layouts": {"x": Shard(0)}}, r"names \['x'\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -475,10 +544,18 @@ def test_layouts_that_do_not_fit_are_refused():
 
 
 def test_styles_print():
-    assert repr(RowwiseParallel()) == "RowwiseParallel(input_layouts=None, output_layouts=None, use_local_output=True)"
-    assert repr(ColwiseParallel(blocks=3)) == "ColwiseParallel(blocks=3, input_layouts=None, output_layouts=None, use_local_output=True)"
+    assert (
+        repr(RowwiseParallel())
+        == "RowwiseParallel(input_layouts=None, output_layouts=None, use_local_output=True)"
+    )
+    assert (
+        repr(ColwiseParallel(blocks=3))
+        == "ColwiseParallel(blocks=3, input_layouts=None, output_layouts=None, use_local_output=True)"
+    )
     assert repr(SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
-    assert "desired_output_layouts=(Shard(dim=1),)" in repr(PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)))
+    assert "desired_output_layouts=(Shard(dim=1),)" in repr(
+        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    )
 
 
 # --- plans ---------------------------------------------------------------------------------------------------------------------
@@ -495,13 +572,28 @@ def layers() -> nn.Module:
 def test_names_with_wildcards():
     mesh = init_device_mesh("cpu", (1,))
     model = layers()
-    plan = {"layers.*.up": ColwiseParallel(), "layers.[01].down": RowwiseParallel(), "ex*.up_?": ColwiseParallel()}
+    plan = {
+        "layers.*.up": ColwiseParallel(),
+        "layers.[01].down": RowwiseParallel(),
+        "ex*.up_?": ColwiseParallel(),
+    }
     assert parallelize_module(model, mesh, plan) is model
-    placed = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and name.endswith("weight")}
-    assert placed == {*(f"layers.{n}.up.weight" for n in range(3)), *(f"layers.{n}.down.weight" for n in range(2)), "extra.up_a.weight", "extra.up_b.weight"}
+    placed = {
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and name.endswith("weight")
+    }
+    assert placed == {
+        *(f"layers.{n}.up.weight" for n in range(3)),
+        *(f"layers.{n}.down.weight" for n in range(2)),
+        "extra.up_a.weight",
+        "extra.up_b.weight",
+    }
     # A wildcard stands for one component.
     model = layers()
-    with pytest.warns(UserWarning, match=r"'\*.up' fits no submodule .*nothing is named 'up' among .*layers.0"):
+    with pytest.warns(
+        UserWarning, match=r"'\*.up' fits no submodule .*nothing is named 'up' among .*layers.0"
+    ):
         parallelize_module(model, mesh, {"*.up": ColwiseParallel()})
     # Only some of what fits the beginning fits the rest.
     with warnings.catch_warnings():
@@ -514,17 +606,25 @@ def test_plans_that_do_nothing_or_are_wrong():
     mesh = init_device_mesh("cpu", (1,))
     with pytest.warns(UserWarning, match="no plan"):
         parallelize_module(MLP(), mesh)
-    with pytest.warns(UserWarning, match="'layer.up' fits no submodule of MLP and is skipped: nothing is named 'layer' among down, up"):
+    with pytest.warns(
+        UserWarning,
+        match="'layer.up' fits no submodule of MLP and is skipped: nothing is named 'layer' among down, up",
+    ):
         model = parallelize_module(MLP(), mesh, {"layer.up": ColwiseParallel(), "up": ColwiseParallel()})
     assert model.up.weight.placements == (Shard(0),)
     with pytest.raises(TypeError, match="got list"):
         parallelize_module(MLP(), mesh, [ColwiseParallel()])
     with pytest.raises(TypeError, match="for 'up'; expected a ParallelStyle"):
         parallelize_module(MLP(), mesh, {"up": ColwiseParallel})
-    with pytest.raises(NotImplementedError, match="ColwiseParallel: does not know how to shard a MLP; it knows Linear, "):
+    with pytest.raises(
+        NotImplementedError, match="ColwiseParallel: does not know how to shard a MLP; it knows Linear, "
+    ):
         parallelize_module(MLP(), mesh, ColwiseParallel())
     with mesh:
-        assert parallelize_module(MLP(), parallelize_plan={"up": ColwiseParallel()}).up.weight.device_mesh == mesh
+        assert (
+            parallelize_module(MLP(), parallelize_plan={"up": ColwiseParallel()}).up.weight.device_mesh
+            == mesh
+        )
 
 
 @on_ranks(2)
@@ -549,7 +649,10 @@ def test_a_mesh_of_two_dims():
     plain, model = filled(MLP()), filled(MLP())
     options = {"use_local_output": False}
     parallelize_module(model, mesh, {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)})
-    assert model.up.weight.placements == (Replicate(), Shard(0)) and model.down.bias.placements == (Replicate(), Replicate())
+    assert model.up.weight.placements == (Replicate(), Shard(0)) and model.down.bias.placements == (
+        Replicate(),
+        Replicate(),
+    )
     x = values(6, 5, 8)
     with Collectives(mesh) as forward:
         y = model(distribute_tensor(x, mesh, [Shard(0), Replicate()]))
@@ -558,7 +661,9 @@ def test_a_mesh_of_two_dims():
     y.pow(2).mean().backward()
     plain(x).pow(2).mean().backward()
     assert_same_gradients(model, plain)
-    with pytest.raises(ValueError, match=r"is a plain tensor of shape .* parallelized on mesh\(dp=2, tp=2\).*mesh\[\"tp\"\]"):
+    with pytest.raises(
+        ValueError, match=r"is a plain tensor of shape .* parallelized on mesh\(dp=2, tp=2\).*mesh\[\"tp\"\]"
+    ):
         model(x)
     with pytest.raises(ValueError, match="is on .*, but the module was parallelized on"):
         model(distribute_tensor(x, mesh["tp"]))
@@ -568,7 +673,9 @@ def test_a_mesh_of_two_dims():
 def test_a_slice_of_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = filled(MLP())
-    model = parallelize_module(filled(MLP()), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        filled(MLP()), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     x = values(6, 8).chunk(2)[mesh.get_local_rank("dp")]
     torch.testing.assert_close(model(x), plain(x), **CLOSE)
 

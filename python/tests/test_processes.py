@@ -22,7 +22,13 @@ def launch(world_size: int, what: str) -> list[str]:
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), what],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **ports},
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                **ports,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -39,7 +45,9 @@ def launch(world_size: int, what: str) -> list[str]:
     return outputs
 
 
-@pytest.mark.parametrize("what", ["tensors", "training", "bridge", "initialise", "sub_groups", "parallel_training"])
+@pytest.mark.parametrize(
+    "what", ["tensors", "training", "bridge", "initialise", "sub_groups", "parallel_training"]
+)
 def test_two_processes(what):
     for output in launch(2, what):
         assert output.strip().endswith("done")
@@ -47,7 +55,19 @@ def test_two_processes(what):
 
 @pytest.mark.parametrize("ranks, what", [(2, "initialise"), (4, "parallel_training")])
 def test_torchrun(ranks, what):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", free_port(), str(WORKER), what]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        free_port(),
+        str(WORKER),
+        what,
+    ]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.count("done") == ranks, result.stdout
 

@@ -5,10 +5,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import meshes, on_ranks, placements_of, values
 from torch.utils.checkpoint import checkpoint
 
 import tessera
-from ranks import meshes, on_ranks, placements_of, values
 from tessera import Partial, Replicate, Shard
 
 
@@ -34,14 +34,18 @@ def expect_the_same_everywhere(function, shape, partial=True, exact=True):
             for placements in placements_of(torch.empty(shape), mesh, partial):
                 tessera.manual_seed(7, mesh)
                 found = whole(function(mesh, placements))
-                assert torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-6), (mesh, placements)
+                assert (
+                    torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-6)
+                ), (mesh, placements)
 
     tessera.run(4, main)
 
 
 def placed(shape):
     """A function of a tensor as one of a mesh and placements."""
-    return lambda function: lambda mesh, placements: function(tessera.distribute_tensor(values(*shape), mesh, placements))
+    return lambda function: (
+        lambda mesh, placements: function(tessera.distribute_tensor(values(*shape), mesh, placements))
+    )
 
 
 FUNCTIONS = {
@@ -114,7 +118,10 @@ def test_factories_are_the_plain_ones():
             for placements in placements_of(torch.empty(5, 3), mesh):
                 keywords = {"device_mesh": mesh, "placements": placements}
                 tessera.manual_seed(1)
-                found = [tessera.rand(5, 3, **keywords), tessera.randn((5, 3), **keywords, dtype=torch.float64)]
+                found = [
+                    tessera.rand(5, 3, **keywords),
+                    tessera.randn((5, 3), **keywords, dtype=torch.float64),
+                ]
                 tessera.manual_seed(1)
                 expected = [tessera.random.rand(5, 3), tessera.random.randn(5, 3, dtype=torch.float64)]
                 assert all(map(torch.equal, map(whole, found), expected))
@@ -180,7 +187,11 @@ def test_states():
     torch.save(before, file)
     file.seek(0)
     tessera.random.set_rng_state(torch.load(file))
-    assert [whole(tessera.rand(5, device_mesh=mesh)).tolist() for _ in range(3)] == [first.tolist(), second.tolist(), third.tolist()]
+    assert [whole(tessera.rand(5, device_mesh=mesh)).tolist() for _ in range(3)] == [
+        first.tolist(),
+        second.tolist(),
+        third.tolist(),
+    ]
     with pytest.raises(ValueError, match="state of a random generator"):
         tessera.random.set_rng_state(torch.zeros(3, dtype=torch.uint8))
     with tessera.random.stream(1):

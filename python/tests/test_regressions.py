@@ -5,20 +5,22 @@ import copy
 
 import pytest
 import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from tessera.experimental import implicit_replication
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import tessera
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import DTensor, Partial, Replicate, Shard, _StridedShard
-from tessera.experimental import implicit_replication
 
 
 def partial(whole, mesh):
     """Its parts differ from rank to rank."""
-    return tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim).redistribute(placements=[Partial()] * mesh.ndim)
+    return tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim).redistribute(
+        placements=[Partial()] * mesh.ndim
+    )
 
 
 @on_ranks()
@@ -73,7 +75,14 @@ def test_shapes_changed_in_place():
 def test_writes_into_slices_of_a_cut_dim():
     for mesh in meshes():
         for placements in placements_of(values(6, 5), mesh):
-            for index in ((slice(2, 5),), (3,), (slice(None), slice(1, 4)), (slice(None, None, 2),), (2, 3), (..., -1)):
+            for index in (
+                (slice(2, 5),),
+                (3,),
+                (slice(None), slice(1, 4)),
+                (slice(None, None, 2),),
+                (2, 3),
+                (..., -1),
+            ):
                 whole, x = values(6, 5), tessera.distribute_tensor(values(6, 5), mesh, placements)
                 whole[index] = 7.0
                 x[index] = 7.0
@@ -93,7 +102,10 @@ def test_gradients_of_writes_into_slices():
     for mesh in meshes():
         for placements in placements_of(values(6, 5), mesh):
             gradients = []
-            for start in (values(6, 5).requires_grad_(), tessera.distribute_tensor(values(6, 5), mesh, placements).requires_grad_()):
+            for start in (
+                values(6, 5).requires_grad_(),
+                tessera.distribute_tensor(values(6, 5), mesh, placements).requires_grad_(),
+            ):
                 y = start * 2
                 y[1:4] = y[2:5] * 3
                 y[:, 2].mul_(0.5)
@@ -130,8 +142,16 @@ def test_convolution_and_its_gradients():
     for mesh in meshes():
         for placements in placements_of(torch.empty(5, 3, 8, 7), mesh):
             results = []
-            for distribute in (lambda t: t, lambda t: tessera.distribute_tensor(t, mesh, placements if t.ndim == 4 and t.shape[0] == 5 else None)):
-                x, weight, bias = (distribute(values(*shape, seed=n)).requires_grad_() for n, shape in enumerate(((5, 3, 8, 7), (4, 3, 3, 3), (4,))))
+            for distribute in (
+                lambda t: t,
+                lambda t: tessera.distribute_tensor(
+                    t, mesh, placements if t.ndim == 4 and t.shape[0] == 5 else None
+                ),
+            ):
+                x, weight, bias = (
+                    distribute(values(*shape, seed=n)).requires_grad_()
+                    for n, shape in enumerate(((5, 3, 8, 7), (4, 3, 3, 3), (4,)))
+                )
                 y = F.conv2d(x, weight, bias, stride=2, padding=1)
                 (y**2).sum().backward()
                 results.append([y.detach(), x.grad, weight.grad, bias.grad])
@@ -162,7 +182,9 @@ def test_losses_on_five_elements_over_four_ranks(name):
                 plain = values(5).requires_grad_()
                 x = tessera.distribute_tensor(values(5), mesh, placements).requires_grad_()
                 expected = LOSSES[name](plain, target, reduction)
-                loss = LOSSES[name](x, tessera.distribute_tensor(target, mesh, [Shard(0)] * mesh.ndim), reduction)
+                loss = LOSSES[name](
+                    x, tessera.distribute_tensor(target, mesh, [Shard(0)] * mesh.ndim), reduction
+                )
                 assert_whole(loss.detach(), expected.detach())
                 expected.sum().backward()
                 loss.sum().backward()
@@ -202,7 +224,19 @@ def test_tensors_without_dims_or_elements():
                 assert_whole(x.grad, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32, torch.int64, torch.uint8, torch.bool, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.complex64,
+        torch.complex128,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+    ],
+)
 @on_ranks()
 def test_dtypes(dtype):
     for mesh in meshes():
@@ -216,7 +250,10 @@ def test_dtypes(dtype):
             if dtype is not torch.bool:
                 assert_whole(x + x, whole + whole)
                 assert_whole(x * x, whole * whole, rtol=0.02, atol=0.02)
-                assert_whole(x.to(torch.float32) if not dtype.is_complex else x.real, whole.to(torch.float32) if not dtype.is_complex else whole.real)
+                assert_whole(
+                    x.to(torch.float32) if not dtype.is_complex else x.real,
+                    whole.to(torch.float32) if not dtype.is_complex else whole.real,
+                )
 
 
 @pytest.mark.parametrize("order", [2.0, float("inf")])
@@ -225,7 +262,11 @@ def test_dtypes(dtype):
 def test_clipping_gradients_of_parameters_on_different_meshes(foreach, order):
     root = tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = tessera.init_device_mesh("cpu", (4,))
-    plain = [values(5, 3).requires_grad_(), values(4, seed=1).requires_grad_(), values(3, 4, seed=2).requires_grad_()]
+    plain = [
+        values(5, 3).requires_grad_(),
+        values(4, seed=1).requires_grad_(),
+        values(3, 4, seed=2).requires_grad_(),
+    ]
     ours = [
         tessera.distribute_tensor(values(5, 3), root, [Shard(0), Shard(1)]).requires_grad_(),
         tessera.distribute_tensor(values(4, seed=1), root["tp"], [Shard(0)]).requires_grad_(),
@@ -245,8 +286,14 @@ def test_lists_of_mixed_placements():
     for mesh in meshes():
         shapes = ((5, 3), (4,), (2, 6), (1, 1))
         placements = ([Shard(0)], [Replicate()], [Partial()], [Shard(1)])
-        a = [tessera.distribute_tensor(values(*s, seed=n), mesh, p * mesh.ndim) for n, (s, p) in enumerate(zip(shapes, placements))]
-        b = [tessera.distribute_tensor(values(*s, seed=n + 9), mesh, p * mesh.ndim) for n, (s, p) in enumerate(zip(shapes, ([Replicate()], [Partial()], [Shard(1)], [Shard(0)])))]
+        a = [
+            tessera.distribute_tensor(values(*s, seed=n), mesh, p * mesh.ndim)
+            for n, (s, p) in enumerate(zip(shapes, placements))
+        ]
+        b = [
+            tessera.distribute_tensor(values(*s, seed=n + 9), mesh, p * mesh.ndim)
+            for n, (s, p) in enumerate(zip(shapes, ([Replicate()], [Partial()], [Shard(1)], [Shard(0)])))
+        ]
         whole_a = [values(*s, seed=n) for n, s in enumerate(shapes)]
         whole_b = [values(*s, seed=n + 9) for n, s in enumerate(shapes)]
         for ours, theirs in (
@@ -270,7 +317,10 @@ def test_lists_of_mixed_placements():
 @on_ranks()
 def test_stacking_many_tensors():
     mesh = tessera.init_device_mesh("cpu", (4,))
-    tensors = [tessera.distribute_tensor(values(3, seed=n), mesh, [Shard(0)], src_data_rank=None) for n in range(1000)]
+    tensors = [
+        tessera.distribute_tensor(values(3, seed=n), mesh, [Shard(0)], src_data_rank=None)
+        for n in range(1000)
+    ]
     assert_whole(torch.stack(tensors), torch.stack([values(3, seed=n) for n in range(1000)]))
     assert_whole(torch.cat(tensors), torch.cat([values(3, seed=n) for n in range(1000)]))
 
@@ -326,7 +376,10 @@ def test_what_is_moved_is_not_autocast():
     for mesh in meshes():
         whole = values(8, 4).half()
         with torch.autocast("cpu", torch.bfloat16):
-            for placements in ([Shard(0)] * mesh.ndim, [_StridedShard(0, split_factor=2)] + [Replicate()] * (mesh.ndim - 1)):
+            for placements in (
+                [Shard(0)] * mesh.ndim,
+                [_StridedShard(0, split_factor=2)] + [Replicate()] * (mesh.ndim - 1),
+            ):
                 x = tessera.distribute_tensor(whole, mesh, placements, src_data_rank=None)
                 assert_whole(x, whole)
                 assert_whole(x.redistribute(placements=[Shard(1)] * mesh.ndim), whole)
@@ -352,7 +405,10 @@ def test_what_operators_are_computed_by_is_not_autocast():
 def test_as_strided_of_expanded_tensors():
     for mesh in meshes():
         for placements in placements_of(values(1, 20), mesh):
-            whole, x = values(1, 20).expand(3, 20), tessera.distribute_tensor(values(1, 20), mesh, placements).expand(3, 20)
+            whole, x = (
+                values(1, 20).expand(3, 20),
+                tessera.distribute_tensor(values(1, 20), mesh, placements).expand(3, 20),
+            )
             assert_whole(x.as_strided((3, 4, 5), (0, 5, 1)), whole.as_strided((3, 4, 5), (0, 5, 1)))
 
 
@@ -367,7 +423,9 @@ REFUSED = {
     "topk of complex numbers": lambda x: torch.complex(x, x).topk(2, 0),
     "median of complex numbers": lambda x: torch.complex(x, x).median(),
     "more than there are": lambda x: x.topk(9, 0),
-    "gather of more than there is": lambda x: x.gather(0, torch.zeros_like(x, dtype=torch.int64).repeat(1, 2)),
+    "gather of more than there is": lambda x: x.gather(
+        0, torch.zeros_like(x, dtype=torch.int64).repeat(1, 2)
+    ),
     "batch_norm of complex numbers": lambda x: F.batch_norm(torch.complex(x, x), None, None, training=True),
     "interpolation of integers": lambda x: F.interpolate(x[None].int(), scale_factor=2.0),
     "soft_margin_loss of bytes": lambda x: F.soft_margin_loss(x.byte(), x.byte()),
@@ -382,7 +440,9 @@ REFUSED = {
     "a histogram of bfloat16": lambda x: x.bfloat16().histogram(4),
     "fewer than none": lambda x: x.topk(-1, 0),
     "isin of bools": lambda x: torch.isin(x[:2] > 0, x[0] > 0),
-    "max_unpool of bools": lambda x: F.max_unpool3d((x > 0)[None, :, :, None, None], torch.zeros_like(x, dtype=torch.int64)[None, :, :, None, None], 1),
+    "max_unpool of bools": lambda x: F.max_unpool3d(
+        (x > 0)[None, :, :, None, None], torch.zeros_like(x, dtype=torch.int64)[None, :, :, None, None], 1
+    ),
     "statistics of two dims": lambda x: F.batch_norm(x, x[:1], None, training=False),
 }
 
@@ -411,7 +471,7 @@ SEEN_BY_ONE = {
 def test_what_one_rank_alone_sees_is_refused_by_all(name):
     whole = torch.zeros(8, 3, dtype=torch.int64)
     whole[7] = 9
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         SEEN_BY_ONE[name](values(8, 3), whole)
     for mesh in meshes():
         index = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
@@ -451,7 +511,9 @@ def test_double_gradients_are_distributed(name):
     expected = gradients(values(5, 3, dtype=torch.float64).requires_grad_())
     for mesh in meshes():
         for placements in placements_of(values(5, 3), mesh, partial=False):
-            x = tessera.distribute_tensor(values(5, 3, dtype=torch.float64), mesh, placements).requires_grad_()
+            x = tessera.distribute_tensor(
+                values(5, 3, dtype=torch.float64), mesh, placements
+            ).requires_grad_()
             for found, each in zip(gradients(x), expected):
                 assert_whole(found.detach(), each.detach())
 
@@ -482,7 +544,9 @@ def test_forward_mode_of_products(name, of_both):
 
     def tangent(x, w, dx, dw):
         with forward_ad.dual_level():
-            result = TANGENTS[name](forward_ad.make_dual(x, dx), forward_ad.make_dual(w, dw) if of_both else w)
+            result = TANGENTS[name](
+                forward_ad.make_dual(x, dx), forward_ad.make_dual(w, dw) if of_both else w
+            )
             return forward_ad.unpack_dual(result).tangent.detach().clone()
 
     whole = [values(2, 4, 3), values(3, 3, seed=1), values(2, 4, 3, seed=2), values(3, 3, seed=3)]
@@ -510,7 +574,7 @@ def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
 @on_ranks()
 def test_what_one_device_refuses(name):
     """On every rank, with the same error, however often."""
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         REFUSED[name](values(8, 3))
     for mesh in meshes():
         for placements in placements_of(values(8, 3), mesh, partial=False):
@@ -528,7 +592,7 @@ def test_indices_out_of_range(operator):
     mesh = meshes()[0]
     index = torch.full((8, 3), 9) if operator in ("gather", "scatter_add") else torch.full((8,), 9)
     arguments = [] if operator in ("gather", "index_select") else [values(8, 3)]
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:
         getattr(values(8, 3), operator)(0, index, *arguments)
     x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
     with pytest.raises(expected.type, match="range|bounds"), implicit_replication():
@@ -553,12 +617,19 @@ def test_integers_wrap_as_on_one_device():
                 lambda t: t.to(torch.float64),
                 lambda t: t.sum(dtype=torch.float32),
             ):
-                total = tessera.distribute_tensor(whole.view(4, 2), mesh, [Shard(0)] * mesh.ndim).sum(0, dtype=dtype)
+                total = tessera.distribute_tensor(whole.view(4, 2), mesh, [Shard(0)] * mesh.ndim).sum(
+                    0, dtype=dtype
+                )
                 assert total.placements == (Partial(),) * mesh.ndim
                 assert_whole(operator(total), operator(whole.view(4, 2).sum(0, dtype=dtype)))
 
 
-MODES = {"": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "autocast": lambda: torch.autocast("cpu")}
+MODES = {
+    "": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -702,7 +773,10 @@ def test_parametrizations_of_a_distributed_weight():
     for mesh in meshes():
         for register in (symmetric, parametrizations.weight_norm):
             results = []
-            for distribute in (lambda t: t, lambda t: tessera.distribute_tensor(t, mesh, [Shard(0)] * mesh.ndim)):
+            for distribute in (
+                lambda t: t,
+                lambda t: tessera.distribute_tensor(t, mesh, [Shard(0)] * mesh.ndim),
+            ):
                 module = torch.nn.Linear(8, 8, bias=False)
                 module.weight = torch.nn.Parameter(distribute(values(8, 8)))
                 register(module)
@@ -720,7 +794,9 @@ WRITES = {
     "setitem": lambda cache, x: cache.__setitem__((slice(None), slice(2, 5)), x),
     "index": lambda cache, x: cache.__setitem__((slice(None), torch.tensor([5, 0, 3])), x),
     "index_copy_": lambda cache, x: cache.index_copy_(1, torch.tensor([5, 0, 3]), x),
-    "scatter_": lambda cache, x: cache.scatter_(1, torch.tensor([[0, 1, 2]]).repeat(4, 1)[:, :, None].repeat(1, 1, 2), x),
+    "scatter_": lambda cache, x: cache.scatter_(
+        1, torch.tensor([[0, 1, 2]]).repeat(4, 1)[:, :, None].repeat(1, 1, 2), x
+    ),
     "add_": lambda cache, x: cache[:, :3].add_(x),
 }
 

@@ -5,13 +5,20 @@ import itertools
 
 import pytest
 import torch
+from models import MLP, filled
+from ranks import Collectives, assert_whole, on_ranks, values
+from tessera.parallel import (
+    ColwiseParallel,
+    ReplicatedModule,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    replicate,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models import MLP, filled
-from ranks import Collectives, assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
-from tessera.parallel import ColwiseParallel, ReplicatedModule, RowwiseParallel, SequenceParallel, parallelize_module, replicate
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -44,7 +51,9 @@ def whole(tensor):
 
 def assert_gradients(model, expected):
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), expected[name], **CLOSE, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            whole(parameter.grad), expected[name], **CLOSE, msg=lambda text: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("megabytes, buckets", [(25, 1), (0.001, 4), (1e-6, 14)])
@@ -94,7 +103,11 @@ def test_accumulation(distributed):
     replicate(model, mesh)
 
     def backward(number):
-        part = distribute_tensor(x[number], mesh, [Shard(0)], src_data_rank=None) if distributed else x[number].chunk(4)[mesh.get_rank()]
+        part = (
+            distribute_tensor(x[number], mesh, [Shard(0)], src_data_rank=None)
+            if distributed
+            else x[number].chunk(4)[mesh.get_rank()]
+        )
         (loss_of(model, part) / 3).backward()
 
     expected = [expected_gradients(each) for each in x]
@@ -142,7 +155,9 @@ def test_beside_tensor_parallelism_by_placement(shape, sequence):
 def test_beside_tensor_parallelism_on_slices():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = values(8, 4, 8)
-    model = parallelize_module(filled(Model()), mesh["tp"], {"mlps.*.up": ColwiseParallel(), "mlps.*.down": RowwiseParallel()})
+    model = parallelize_module(
+        filled(Model()), mesh["tp"], {"mlps.*.up": ColwiseParallel(), "mlps.*.down": RowwiseParallel()}
+    )
     replicate(model, mesh["dp"])
     loss = loss_of(model, x.chunk(2)[mesh.get_local_rank("dp")])
     with Collectives(mesh["dp"]) as count:
@@ -185,11 +200,15 @@ def test_parameters_used_inside_and_outside_of_a_checkpoint(megabytes):
     x = values(8, 8)
     plain = filled(Checkpointed())
     loss_of(plain, x.clone().requires_grad_()).backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
+    }
     model = replicate(filled(Checkpointed()), mesh, bucket_cap_mb=megabytes)
     loss_of(model, x.chunk(4)[mesh.get_rank()].requires_grad_()).backward()
     for name, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, **CLOSE, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, gradient, **CLOSE, msg=lambda text: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("megabytes", [25, 0.001, 1e-6])
@@ -208,7 +227,9 @@ def test_a_backward_that_fails_leaves_nothing_behind(megabytes, distributed, cle
     def fail(gradient):
         raise ValueError("on purpose")
 
-    handle = model.mlps[1].register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    handle = model.mlps[1].register_forward_hook(
+        lambda module, inputs, output: output.register_hook(fail) and None
+    )
     with pytest.raises(ValueError, match="on purpose"):
         loss_of(model, part).backward()
     handle.remove()

@@ -7,14 +7,16 @@ import time
 
 import pytest
 import torch
+from ranks import on_ranks, values
 
 import tessera
-from ranks import on_ranks, values
 from tessera import Shard
 
 
 def test_results_come_in_the_order_of_ranks():
-    assert tessera.run(4, lambda: (tessera.get_rank(), tessera.get_world_size())) == [(rank, 4) for rank in range(4)]
+    assert tessera.run(4, lambda: (tessera.get_rank(), tessera.get_world_size())) == [
+        (rank, 4) for rank in range(4)
+    ]
 
 
 def test_arguments_are_passed_on():
@@ -120,7 +122,9 @@ def test_a_signal_interrupts_ranks_that_wait():
             tessera.distribute_tensor(values(8), mesh, [Shard(0)])
 
     deadline = time.monotonic() + 60
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs have it ignored
     try:
         with pytest.raises(KeyboardInterrupt):
             tessera.run(2, main)
@@ -143,7 +147,10 @@ def test_runs_at_the_same_time_do_not_meet():
         return x.full_tensor()[0].item()
 
     results = {}
-    threads = [threading.Thread(target=lambda v=value: results.update({v: tessera.run(2, main, v)})) for value in (1.0, 5.0)]
+    threads = [
+        threading.Thread(target=lambda v=value: results.update({v: tessera.run(2, main, v)}))
+        for value in (1.0, 5.0)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

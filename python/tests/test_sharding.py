@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from ranks import assert_whole, on_ranks, values
+from tessera.experimental import register_sharding
 
 import tessera
-from ranks import assert_whole, on_ranks, values
 from tessera import Partial, Replicate, Shard
-from tessera.experimental import register_sharding
 
 
 @torch.library.custom_op("tessera_test::row_sums", mutates_args=())

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
+from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from torch.utils.checkpoint import checkpoint
 
 import tessera
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
 from tessera import DTensor, Partial, Replicate, Shard
 
 
@@ -18,7 +18,19 @@ from tessera import DTensor, Partial, Replicate, Shard
 def test_every_result_is_known_to_be_distributed():
     for mesh in meshes():
         x = tessera.distribute_tensor(values(6, 5), mesh, [Shard(0)] * mesh.ndim)
-        for result in (x, x + 1, x @ x.T, x.sum(), x[0], x.view(30), torch.nn.Parameter(x), x.detach(), *x.unbind(1), *x.max(0), x.data):
+        for result in (
+            x,
+            x + 1,
+            x @ x.T,
+            x.sum(),
+            x[0],
+            x.view(30),
+            torch.nn.Parameter(x),
+            x.detach(),
+            *x.unbind(1),
+            *x.max(0),
+            x.data,
+        ):
             assert isinstance(result, DTensor)
             assert isinstance(result, torch.Tensor)
             assert result.device_mesh == mesh
@@ -89,8 +101,12 @@ def test_save_and_load():
     for mesh in meshes():
         module = torch.nn.Linear(6, 5)
         whole = {name: values(*parameter.shape) for name, parameter in module.named_parameters()}
-        module.weight = torch.nn.Parameter(tessera.distribute_tensor(whole["weight"], mesh, [Shard(1)] * mesh.ndim))
-        module.bias = torch.nn.Parameter(tessera.distribute_tensor(whole["bias"], mesh, [Replicate()] * mesh.ndim))
+        module.weight = torch.nn.Parameter(
+            tessera.distribute_tensor(whole["weight"], mesh, [Shard(1)] * mesh.ndim)
+        )
+        module.bias = torch.nn.Parameter(
+            tessera.distribute_tensor(whole["bias"], mesh, [Replicate()] * mesh.ndim)
+        )
         for weights_only in (True, False):
             file = io.BytesIO()
             torch.save({"model": module.state_dict(), "whole": module.weight}, file)
@@ -169,12 +185,22 @@ def test_modules_move_and_convert():
     module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5))
     for part in module:
         for name, parameter in list(part.named_parameters()):
-            setattr(part, name, torch.nn.Parameter(tessera.distribute_tensor(parameter.data, mesh, [Shard(0)])))
+            setattr(
+                part, name, torch.nn.Parameter(tessera.distribute_tensor(parameter.data, mesh, [Shard(0)]))
+            )
     before = {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}
-    for convert, dtype in ((lambda: module.double(), torch.float64), (lambda: module.to(torch.bfloat16), torch.bfloat16), (lambda: module.to("cpu", torch.float32), torch.float32)):
+    for convert, dtype in (
+        (lambda: module.double(), torch.float64),
+        (lambda: module.to(torch.bfloat16), torch.bfloat16),
+        (lambda: module.to("cpu", torch.float32), torch.float32),
+    ):
         convert()
         for parameter in module.parameters():
-            assert parameter.dtype is dtype and isinstance(parameter, DTensor) and isinstance(parameter, torch.nn.Parameter)
+            assert (
+                parameter.dtype is dtype
+                and isinstance(parameter, DTensor)
+                and isinstance(parameter, torch.nn.Parameter)
+            )
             assert parameter.placements == (Shard(0),)
     for name, parameter in module.named_parameters():
         assert_whole(parameter.detach(), before[name], rtol=0.02, atol=0.02)

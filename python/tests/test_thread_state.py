@@ -12,21 +12,25 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from ranks import assert_whole, on_ranks, values
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tessera
-from ranks import assert_whole, on_ranks, values
 from tessera import DTensor, Partial, Replicate, Shard
 
 
 def distributed(tensor, placement, size=4):
-    return tessera.distribute_tensor(tensor, tessera.init_device_mesh("cpu", (size,)), [placement], src_data_rank=None)
+    return tessera.distribute_tensor(
+        tensor, tessera.init_device_mesh("cpu", (size,)), [placement], src_data_rank=None
+    )
 
 
 def partial_leaf(whole, size):
     """Of which each rank holds another summand."""
     mesh = tessera.init_device_mesh("cpu", (size,))
-    mine = whole * (1 if tessera.get_rank() == 0 else 0) + (1 - 2 * (tessera.get_rank() % 2)) * values(*whole.shape, seed=9)
+    mine = whole * (1 if tessera.get_rank() == 0 else 0) + (1 - 2 * (tessera.get_rank() % 2)) * values(
+        *whole.shape, seed=9
+    )
     return DTensor.from_local(mine, mesh, [Partial()]).detach().requires_grad_()
 
 
@@ -96,7 +100,10 @@ def test_linear_cross_entropy_in_chunks():
 
     input, weight, target = values(16, 4), values(12, 4, seed=1), torch.arange(16) % 12
     options = LinearCrossEntropyOptions(chunking_method="aspect_ratio:2")
-    x, w = distributed(input, Shard(0), 2).requires_grad_(), distributed(weight, Replicate(), 2).requires_grad_()
+    x, w = (
+        distributed(input, Shard(0), 2).requires_grad_(),
+        distributed(weight, Replicate(), 2).requires_grad_(),
+    )
     loss = F.linear_cross_entropy(x, w, distributed(target, Shard(0), 2), options=options)
     one_x, one_w = input.requires_grad_(), weight.requires_grad_()
     one = F.linear_cross_entropy(one_x, one_w, target, options=options)
@@ -179,7 +186,11 @@ def test_forward_mode_ad_on_some_ranks_and_with_errors():
                 raise ValueError("mine")
             x = torch.ones(2) * (tessera.get_rank() + 1)
             assert torch.equal(tangent(torch.square, (x,), (x,)), 2 * x * x)
-            with pytest.raises(RuntimeError, match="inside already"), forward_ad.dual_level(), forward_ad.dual_level():
+            with (
+                pytest.raises(RuntimeError, match="inside already"),
+                forward_ad.dual_level(),
+                forward_ad.dual_level(),
+            ):
                 pass
             return mesh.size()
         with pytest.raises(RuntimeError, match="no level"):
@@ -201,11 +212,31 @@ def test_forward_mode_ad_on_some_ranks_and_with_errors():
 
 SETTINGS = {
     "default dtype": (torch.set_default_dtype, torch.get_default_dtype, torch.float64, torch.float32),
-    "deterministic algorithms": (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True, False),
-    "matmul precision": (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium", "highest"),
-    "flash attention": (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled, False, True),
+    "deterministic algorithms": (
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled,
+        True,
+        False,
+    ),
+    "matmul precision": (
+        torch.set_float32_matmul_precision,
+        torch.get_float32_matmul_precision,
+        "medium",
+        "highest",
+    ),
+    "flash attention": (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.flash_sdp_enabled,
+        False,
+        True,
+    ),
     "mkldnn": (lambda value: torch._C._set_mkldnn_enabled(value), torch._C._get_mkldnn_enabled, False, True),
-    "cudnn": (lambda value: setattr(torch.backends.cudnn, "deterministic", value), torch._C._get_cudnn_deterministic, True, False),
+    "cudnn": (
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+        torch._C._get_cudnn_deterministic,
+        True,
+        False,
+    ),
 }
 
 
@@ -229,7 +260,13 @@ def test_ranks_change_settings_together(name, monkeypatch):
     try:
         tessera.run(4, main, timeout=60)
         with pytest.raises(RuntimeError, match="one for the process"):
-            tessera.run(2, lambda: change(new if tessera.get_rank() else old) or distributed(values(4), Shard(0), 2).sum().item())
+            tessera.run(
+                2,
+                lambda: (
+                    change(new if tessera.get_rank() else old)
+                    or distributed(values(4), Shard(0), 2).sum().item()
+                ),
+            )
         change(old)
         with pytest.raises(RuntimeError, match="runs of ranks as threads"):
             tessera.run(2, lambda: tessera.run(2, lambda: change(new)))
@@ -243,7 +280,10 @@ def test_settings_that_differ_are_an_error_that_shows_both():
     def main():
         torch.set_default_dtype(torch.float64 if tessera.get_rank() else torch.bfloat16)
 
-    with pytest.raises(RuntimeError, match=r"torch.set_default_dtype\(torch.(float64|bfloat16)\), but rank [01] calls torch.set_default_dtype"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"torch.set_default_dtype\(torch.(float64|bfloat16)\), but rank [01] calls torch.set_default_dtype",
+    ):
         tessera.run(2, main)
     assert torch.get_default_dtype() == torch.float32
 
@@ -257,7 +297,9 @@ def test_attention_with_a_chosen_kernel():
             result = F.scaled_dot_product_attention(*(distributed(each, Shard(2)) for each in (q, k, v)))
             after_a_while(slow)
         assert_whole(result, expected)
-        assert_whole(F.scaled_dot_product_attention(*(distributed(each, Shard(1)) for each in (q, k, v))), expected)
+        assert_whole(
+            F.scaled_dot_product_attention(*(distributed(each, Shard(1)) for each in (q, k, v))), expected
+        )
 
 
 def test_anomaly_mode_is_on_while_a_rank_has_it_on():
@@ -291,15 +333,24 @@ OWN = {
     "inference mode": (lambda: kept.append(torch._C._InferenceMode(True)), torch.is_inference_mode_enabled),
     "forward-mode AD enabled": (lambda: torch._C._set_fwd_grad_enabled(False), torch._C._is_fwd_grad_enabled),
     "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
-    "autocast dtype": (lambda: torch.set_autocast_dtype("cpu", torch.float16), lambda: torch.get_autocast_dtype("cpu")),
+    "autocast dtype": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: torch.get_autocast_dtype("cpu"),
+    ),
     "autocast cache": (lambda: torch.set_autocast_cache_enabled(True), torch.is_autocast_cache_enabled),
     "saved tensor hooks": (
         lambda: torch.autograd.graph.save_on_cpu().__enter__(),
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
     ),
-    "functorch": (lambda: torch._C._functorch._grad_increment_nesting(), torch._C._functorch.maybe_current_level),
+    "functorch": (
+        lambda: torch._C._functorch._grad_increment_nesting(),
+        torch._C._functorch.maybe_current_level,
+    ),
     "default device": (lambda: torch.set_default_device("meta"), lambda: torch.get_default_device().type),
-    "denormal numbers": (lambda: torch.set_flush_denormal(True), lambda: (torch.tensor([1e-310], dtype=torch.float64) * 1).item()),
+    "denormal numbers": (
+        lambda: torch.set_flush_denormal(True),
+        lambda: (torch.tensor([1e-310], dtype=torch.float64) * 1).item(),
+    ),
     "view replay": (lambda: torch._C._set_view_replay_enabled(True), torch._C._is_view_replay_enabled),
 }
 
@@ -329,13 +380,17 @@ def test_the_default_generator_is_shared_and_not_used_by_distributed_tensors():
     expected = torch.rand(400)
     torch.manual_seed(3)
     drawn = tessera.run(4, lambda: [torch.rand(1).item() for _ in range(100)])
-    assert sorted(x for part in drawn for x in part) == sorted(expected.tolist())  # none twice, none lost; who gets which is chance
+    assert sorted(x for part in drawn for x in part) == sorted(
+        expected.tolist()
+    )  # none twice, none lost; who gets which is chance
     before = torch.random.default_generator.get_state()
 
     def main():
         tessera.manual_seed(5)
         mesh = tessera.init_device_mesh("cpu", (4,))
-        return tessera.randn(8, device_mesh=mesh, placements=[Shard(0)]).full_tensor(), torch.rand(2, generator=tessera.random.generator())
+        return tessera.randn(8, device_mesh=mesh, placements=[Shard(0)]).full_tensor(), torch.rand(
+            2, generator=tessera.random.generator()
+        )
 
     first, second = tessera.run(4, main), tessera.run(4, main)
     assert torch.equal(torch.random.default_generator.get_state(), before)

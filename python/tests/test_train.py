@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from ranks import assert_whole, on_ranks, values
 from torch import nn
 
 import tessera
-from ranks import assert_whole, on_ranks, values
 from tessera import Replicate, Shard
 
 
@@ -17,14 +17,17 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         # A bias of the keys has no effect, so that its gradients are noise, which AdamW would blow up.
-        self.query, self.key, self.value = (nn.Linear(width, width, bias=bias) for bias in (True, False, True))
+        self.query, self.key, self.value = (
+            nn.Linear(width, width, bias=bias) for bias in (True, False, True)
+        )
         self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
         query, key, value = (
-            projection(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for projection in (self.query, self.key, self.value)
+            projection(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -63,7 +66,11 @@ def place(model: Model, mesh: tessera.DeviceMesh) -> None:
             elif leaf in rows and parameter_name == "weight":
                 last = Shard(1)
             placements = [Replicate()] * (mesh.ndim - 1) + [last]
-            setattr(module, parameter_name, nn.Parameter(tessera.distribute_tensor(parameter.data, mesh, placements)))
+            setattr(
+                module,
+                parameter_name,
+                nn.Parameter(tessera.distribute_tensor(parameter.data, mesh, placements)),
+            )
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])

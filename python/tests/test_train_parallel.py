@@ -5,14 +5,21 @@ import itertools
 
 import pytest
 import torch
+from models import MLP, filled
+from ranks import on_ranks, values
+from tessera.parallel import (
+    ColwiseParallel,
+    ReplicatedModule,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    replicate,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from models import MLP, filled
-from ranks import on_ranks, values
 from tessera import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
-from tessera.parallel import ColwiseParallel, ReplicatedModule, RowwiseParallel, SequenceParallel, parallelize_module, replicate
 
 
 class Block(nn.Module):
@@ -84,7 +91,9 @@ def steps(model, x, y, optimiser, scheduler=None, count=4):
         loss = optimiser.step(closure).item()
         losses.append(loss)
         if scheduler is not None:
-            scheduler.step(loss) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+            scheduler.step(loss) if isinstance(
+                scheduler, lr_scheduler.ReduceLROnPlateau
+            ) else scheduler.step()
     return losses
 
 
@@ -108,24 +117,35 @@ OPTIMISERS = {
 @on_ranks()
 def test_optimisers(name):
     kind = getattr(torch.optim, name)
-    compare(lambda model, x, y: steps(model, x, y, kind(model.parameters(), **OPTIMISERS[name])), sequence=(True,))
+    compare(
+        lambda model, x, y: steps(model, x, y, kind(model.parameters(), **OPTIMISERS[name])), sequence=(True,)
+    )
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 @on_ranks()
 def test_optimisers_over_lists(way):
-    compare(lambda model, x, y: steps(model, x, y, torch.optim.AdamW(model.parameters(), lr=0.01, **{way: True})))
+    compare(
+        lambda model, x, y: steps(model, x, y, torch.optim.AdamW(model.parameters(), lr=0.01, **{way: True}))
+    )
 
 
 def test_there_are_no_other_optimisers():
     """SparseAdam and Adafactor aside: of sparse gradients, and one whose factors depend on how a matrix lies (tested below). Muon: test_optim.py."""
     known = {*OPTIMISERS, "Optimizer", "SparseAdam", "Adafactor", "Muon"}
-    assert {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)} <= known
+    assert {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    } <= known
 
 
 @on_ranks()
 def test_adafactor():
-    compare(lambda model, x, y: steps(model, x, y, torch.optim.Adafactor(model.parameters(), lr=0.01)), sequence=(True,))
+    compare(
+        lambda model, x, y: steps(model, x, y, torch.optim.Adafactor(model.parameters(), lr=0.01)),
+        sequence=(True,),
+    )
 
 
 SCHEDULERS = {
@@ -137,7 +157,9 @@ SCHEDULERS = {
     "CyclicLR": lambda optimiser: lr_scheduler.CyclicLR(optimiser, 0.01, 0.1, step_size_up=2),
     "LinearLR": lambda optimiser: lr_scheduler.LinearLR(optimiser, total_iters=3),
     "PolynomialLR": lambda optimiser: lr_scheduler.PolynomialLR(optimiser, 5),
-    "ReduceLROnPlateau": lambda optimiser: lr_scheduler.ReduceLROnPlateau(optimiser, patience=0, threshold=0.9),
+    "ReduceLROnPlateau": lambda optimiser: lr_scheduler.ReduceLROnPlateau(
+        optimiser, patience=0, threshold=0.9
+    ),
     "SequentialLR": lambda optimiser: lr_scheduler.SequentialLR(
         optimiser, [lr_scheduler.ConstantLR(optimiser, 0.5), lr_scheduler.ExponentialLR(optimiser, 0.8)], [2]
     ),
@@ -193,7 +215,10 @@ def test_accumulation():
 
 @on_ranks()
 def test_activations_computed_again():
-    compare(lambda model, x, y: steps(model, x, y, torch.optim.AdamW(model.parameters(), lr=0.01)), checkpointed=True)
+    compare(
+        lambda model, x, y: steps(model, x, y, torch.optim.AdamW(model.parameters(), lr=0.01)),
+        checkpointed=True,
+    )
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -240,4 +265,6 @@ def test_saved_and_loaded():
     again.load_state_dict(model.state_dict())
     other = torch.optim.AdamW(again.parameters(), lr=0.5)
     other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
-    assert steps(again, *data(mesh), other, count=2) == pytest.approx(steps(model, *data(mesh), optimiser, count=2), rel=1e-9)
+    assert steps(again, *data(mesh), other, count=2) == pytest.approx(
+        steps(model, *data(mesh), optimiser, count=2), rel=1e-9
+    )

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-
-import tessera
 from models import filled, train
 from ranks import on_ranks
-from tessera import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from tessera.experimental import implicit_replication
 from tessera.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module, replicate
+
+import tessera
+from tessera import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,7 +114,12 @@ def assert_as_on_one_device(losses, parameters, make, *args):
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     "make, args, plan",
-    [(llama, ("sdpa",), llama_plan(False)), (llama, ("eager", True), llama_plan(False)), (gpt2, ("sdpa",), gpt2_plan()), (gpt2, ("eager",), gpt2_plan())],
+    [
+        (llama, ("sdpa",), llama_plan(False)),
+        (llama, ("eager", True), llama_plan(False)),
+        (gpt2, ("sdpa",), gpt2_plan()),
+        (gpt2, ("eager",), gpt2_plan()),
+    ],
     ids=["llama-sdpa", "llama-eager-tied", "gpt2-sdpa", "gpt2-eager"],
 )
 def test_training_by_placement(make, args, plan, shape):
@@ -151,7 +156,11 @@ def test_training_with_local_tensors(attention, shape):
         tokens = TOKENS.chunk(shape[0])[mesh.get_local_rank("dp")]
         with tessera.implicit_communication("forbidden"):
             losses = train(model, functools.partial(loss_on, tokens), STEPS)
-        of_all = tessera.DTensor.from_local(torch.tensor(losses), mesh["dp"], [tessera.Partial("avg")]).full_tensor().tolist()
+        of_all = (
+            tessera.DTensor.from_local(torch.tensor(losses), mesh["dp"], [tessera.Partial("avg")])
+            .full_tensor()
+            .tolist()
+        )
         assert_as_on_one_device(of_all, model.parameters(), llama, attention)
 
     test()
@@ -161,13 +170,24 @@ def test_training_with_local_tensors(attention, shape):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_generation(attention, cache):
     """Caches are plain tensors that the model makes, or distributed ones."""
-    prompt, settings = TOKENS[:, :4], {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "cache_implementation": cache, "pad_token_id": 0}
+    prompt, settings = (
+        TOKENS[:, :4],
+        {
+            "max_new_tokens": 5,
+            "do_sample": False,
+            "use_cache": True,
+            "cache_implementation": cache,
+            "pad_token_id": 0,
+        },
+    )
     expected = llama(attention).double().generate(prompt, **settings)
 
     @on_ranks(4)
     def test():
         mesh = init_device_mesh("cpu", (4,))
-        model = distribute_module(parallelize_module(llama(attention).double(), mesh, llama_plan(False)), mesh)
+        model = distribute_module(
+            parallelize_module(llama(attention).double(), mesh, llama_plan(False)), mesh
+        )
         with implicit_replication():
             got = model.generate(distribute_tensor(prompt, mesh, [Replicate()]), **settings)
         assert torch.equal(got.full_tensor() if isinstance(got, tessera.DTensor) else got, expected)
@@ -209,14 +229,22 @@ def test_generation_with_plain_caches(name):
         }
         | CACHING[name]
     )  # fmt: skip
-    settings = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "cache_implementation": "static", "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "use_cache": True,
+        "cache_implementation": "static",
+        "pad_token_id": 0,
+    }
     models = [filled(family(config)).double().eval() for _ in range(5)]
     expected = models.pop().generate(TOKENS[:, :5], **settings)
 
     def shard(_, module, mesh):
         for key, parameter in module.named_parameters(recurse=False):
             rows = [Shard(0)] if parameter.dim() > 1 else [Replicate()]
-            module.register_parameter(key, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, rows)))
+            module.register_parameter(
+                key, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, rows))
+            )
 
     @on_ranks(4)
     def test():

@@ -12,16 +12,58 @@ pytest.importorskip("expecttest")
 
 import validate
 
-OPS = ["add", "mul", "mm", "addmm", "bmm", "sum", "mean", "var", "amax", "linalg.vector_norm", "softmax", "nn.functional.layer_norm", "nn.functional.embedding"]
-OPS += ["nn.functional.nll_loss", "cat", "view", "permute", "expand", "gather", "scatter", "index_select", "where", "nn.functional.conv2d", "sort", "cumsum", "tril"]
+OPS = [
+    "add",
+    "mul",
+    "mm",
+    "addmm",
+    "bmm",
+    "sum",
+    "mean",
+    "var",
+    "amax",
+    "linalg.vector_norm",
+    "softmax",
+    "nn.functional.layer_norm",
+    "nn.functional.embedding",
+]
+OPS += [
+    "nn.functional.nll_loss",
+    "cat",
+    "view",
+    "permute",
+    "expand",
+    "gather",
+    "scatter",
+    "index_select",
+    "where",
+    "nn.functional.conv2d",
+    "sort",
+    "cumsum",
+    "tril",
+]
 
 
 def test_no_rule_is_false(tmp_path):
     """In a process of its own, as it makes others."""
-    command = [sys.executable, validate.__file__, "--samples", "4", "--calls", "4", "--output", str(tmp_path / "table.md"), "--ops", *OPS]
+    command = [
+        sys.executable,
+        validate.__file__,
+        "--samples",
+        "4",
+        "--calls",
+        "4",
+        "--output",
+        str(tmp_path / "table.md"),
+        "--ops",
+        *OPS,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    operators, tried = (int(re.search(pattern, result.stdout)[1]) for pattern in (r"(\d+) operators", r"(\d+) placements tried"))
+    operators, tried = (
+        int(re.search(pattern, result.stdout)[1])
+        for pattern in (r"(\d+) operators", r"(\d+) placements tried")
+    )
     assert operators > 25 and tried > 500
     assert (tmp_path / "table.md").read_text().count("| `aten::") == operators
 

@@ -13,7 +13,22 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (1, 3), (2, 2, 2), (3, 2, 2)]
-SHAPES = [(0,), (1,), (2,), (5,), (8,), (13,), (24,), (4, 6), (5, 7), (0, 3), (1, 1), (3, 0), (2, 3, 4), (7, 1, 5)]
+SHAPES = [
+    (0,),
+    (1,),
+    (2,),
+    (5,),
+    (8,),
+    (13,),
+    (24,),
+    (4, 6),
+    (5, 7),
+    (0, 3),
+    (1, 1),
+    (3, 0),
+    (2, 3, 4),
+    (7, 1, 5),
+]
 CHOICES_PER_PAIR = 12
 SEED = 2013
 

@@ -277,7 +277,7 @@ TEST(Rules, HaveTextsOfTheirForms) {
   EXPECT_EQ(text("aten::avg_pool2d"),
             "batch and channels sharded, linear in the first tensor; spatial dims with halos");
   EXPECT_EQ(text("aten::trace"),
-            "mn->, linear in `self`, no strided shards; the diagonal as it is in the shard");
+            "mn->, linear in `self`, no strided shards of mn; the diagonal as it is in the shard");
 }
 
 TEST_F(Choose, RulesNameWhatTheyRead) {

@@ -45,7 +45,9 @@ def parallelize_module(
     elif isinstance(parallelize_plan, Mapping):
         for path, style in parallelize_plan.items():
             if not isinstance(style, ParallelStyle):
-                raise TypeError(f"parallelize_module: the plan has {style!r} for '{path}'; expected a ParallelStyle, such as ColwiseParallel().")
+                raise TypeError(
+                    f"parallelize_module: the plan has {style!r} for '{path}'; expected a ParallelStyle, such as ColwiseParallel()."
+                )
             for submodule in _find(module, path):
                 _apply(style, submodule, mesh, src_data_rank)
     else:
@@ -67,8 +69,14 @@ def _find(module: nn.Module, path: str) -> list[nn.Module]:
     if path == "":
         return [module]
     for component in path.split("."):
-        children = [(f"{prefix}.{name}".lstrip("."), child) for prefix, parent in found for name, child in parent.named_children()]
-        matching = [(name, child) for name, child in children if fnmatchcase(name.rpartition(".")[2], component)]
+        children = [
+            (f"{prefix}.{name}".lstrip("."), child)
+            for prefix, parent in found
+            for name, child in parent.named_children()
+        ]
+        matching = [
+            (name, child) for name, child in children if fnmatchcase(name.rpartition(".")[2], component)
+        ]
         if not matching:
             names = sorted({name for name, _ in children})
             warnings.warn(

@@ -34,7 +34,9 @@ _SIGNATURE = inspect.signature(functional.cross_entropy)
 
 
 class _LossParallel(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is functional.cross_entropy:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
             if _C.is_dtensor(bound.arguments["input"]):
@@ -58,8 +60,13 @@ def _prepare(arguments: dict[str, Any]) -> None:
     target = arguments["target"]
     if not _C.is_dtensor(target):
         has_classes = target.is_floating_point()  # they are probabilities
-        wanted = placements if has_classes else tuple(_without(placement, classes) for placement in placements)
-        if any(isinstance(placement, Shard) and not (has_classes and placement.dim == classes) for placement in wanted):
+        wanted = (
+            placements if has_classes else tuple(_without(placement, classes) for placement in placements)
+        )
+        if any(
+            isinstance(placement, Shard) and not (has_classes and placement.dim == classes)
+            for placement in wanted
+        ):
             raise ValueError(
                 f"loss_parallel: the logits are placed {placements}, so the targets must be distributed, as {wanted}, but they are a plain tensor. "
                 "Use distribute_tensor for a tensor of all targets, or DTensor.from_local for this rank's."

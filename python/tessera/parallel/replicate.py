@@ -56,7 +56,9 @@ def replicate(
     if isinstance(module, ReplicatedModule):
         raise RuntimeError(f"replicate: this {type(module).__name__} was replicated already.")
     if bucket_cap_mb <= 0:
-        raise ValueError(f"replicate: bucket_cap_mb is how many MiB of gradients are reduced together, and positive; got {bucket_cap_mb}.")
+        raise ValueError(
+            f"replicate: bucket_cap_mb is how many MiB of gradients are reduced together, and positive; got {bucket_cap_mb}."
+        )
     mesh = _mesh(device_mesh)
     ignored = {tensor for each in ignored_modules for tensor in (*each.parameters(), *each.buffers())}
     parameters = [parameter for parameter in module.parameters() if parameter not in ignored]

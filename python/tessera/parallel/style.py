@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tessera import _C
-from tessera._api import DTensor, distribute_tensor
+from tessera._api import distribute_tensor
 from tessera._C import DeviceMesh, Placement, Replicate, Shard
 from tessera._module import distribute_module
 
@@ -38,7 +38,10 @@ class ParallelStyle(ABC):
         parameter = getattr(owner, name, None)
         if parameter is not None:
             placements = (*(Replicate(),) * (mesh.ndim - 1), layout)
-            owner.register_parameter(name, distribute_tensor(parameter, mesh, placements, src_data_rank=self.src_data_rank))  # type: ignore[arg-type]
+            owner.register_parameter(
+                name,
+                distribute_tensor(parameter, mesh, placements, src_data_rank=self.src_data_rank),  # type: ignore[arg-type]
+            )
 
     def __repr__(self) -> str:
         fields = (f"{name}={value}" for name, value in vars(self).items() if name != "src_data_rank")
@@ -51,7 +54,9 @@ class _LayerParallel(ParallelStyle):
     _style: str
     blocks: int
 
-    def __init__(self, input_layouts: Placement | None, output_layouts: Placement | None, use_local_output: bool) -> None:
+    def __init__(
+        self, input_layouts: Placement | None, output_layouts: Placement | None, use_local_output: bool
+    ) -> None:
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
         self.use_local_output = use_local_output
@@ -66,13 +71,24 @@ class _LayerParallel(ParallelStyle):
         for name, layout in plan.parameters:
             self._distribute(module, name, device_mesh, layout)
         distribute_module(module, device_mesh)
-        features = None if plan.feature_dim is None else cast(torch.Tensor, module.weight).shape[plan.feature_dim]
+        features = (
+            None if plan.feature_dim is None else cast(torch.Tensor, module.weight).shape[plan.feature_dim]
+        )
         layer = _C.ParallelLayer(
-            self._style, plan, device_mesh, device_mesh.ndim - 1, self.input_layouts, self.output_layouts, features, type(module).__name__
+            self._style,
+            plan,
+            device_mesh,
+            device_mesh.ndim - 1,
+            self.input_layouts,
+            self.output_layouts,
+            features,
+            type(module).__name__,
         )
         names = plan.inputs
 
-        def before(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def before(
+            each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
             values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             inputs = [position if position < len(args) else name for position, name in enumerate(names)]
             for key in inputs:
@@ -80,10 +96,14 @@ class _LayerParallel(ParallelStyle):
                     raise TypeError(
                         f"{type(self).__name__}: argument '{key}' of {type(each).__name__} is {type(values.get(key)).__name__}; expected a tensor."
                     )
-            others = [key for key, value in values.items() if key not in inputs and isinstance(value, torch.Tensor)]
+            others = [
+                key for key, value in values.items() if key not in inputs and isinstance(value, torch.Tensor)
+            ]
             keys = (*inputs, *others)
             values.update(zip(keys, layer.prepare_inputs([values[key] for key in keys])))
-            return tuple(values[position] for position in range(len(args))), {name: values[name] for name in kwargs}
+            return tuple(values[position] for position in range(len(args))), {
+                name: values[name] for name in kwargs
+            }
 
         def after(each: nn.Module, args: Any, outputs: Any) -> Any:
             # A layer's own output is the first; MultiheadAttention returns its weights beside it.
@@ -91,7 +111,9 @@ class _LayerParallel(ParallelStyle):
             first = layer.prepare_output(first)
             if self.use_local_output:
                 first = _C.to_local(first, None)
-                rest = rest and tuple(value.full_tensor() if _C.is_dtensor(value) else value for value in rest)
+                rest = rest and tuple(
+                    value.full_tensor() if _C.is_dtensor(value) else value for value in rest
+                )
             return first if rest is None else (first, *rest)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -137,7 +159,13 @@ class RowwiseParallel(_LayerParallel):
     _style = "rowwise"
     blocks = 1
 
-    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
         super().__init__(input_layouts, output_layouts, use_local_output)
 
 
@@ -197,8 +225,16 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
         if (self.input_layouts is None) != (self.desired_input_layouts is None):
-            raise ValueError("PrepareModuleInput: give both input_layouts and desired_input_layouts, or neither.")
-        _check_lengths("PrepareModuleInput", self.input_layouts or (), self.desired_input_layouts or (), "input_layouts", "desired_input_layouts")
+            raise ValueError(
+                "PrepareModuleInput: give both input_layouts and desired_input_layouts, or neither."
+            )
+        _check_lengths(
+            "PrepareModuleInput",
+            self.input_layouts or (),
+            self.desired_input_layouts or (),
+            "input_layouts",
+            "desired_input_layouts",
+        )
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
             raise ValueError(
                 f"PrepareModuleInput: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, but desired_input_kwarg_layouts "
@@ -206,7 +242,9 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def before(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def before(
+            each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
             where = f"of {type(each).__name__}, which PrepareModuleInput prepares,"
             if self.input_layouts is not None and self.desired_input_layouts is not None:
                 if len(args) != len(self.input_layouts):
@@ -216,11 +254,17 @@ class PrepareModuleInput(ParallelStyle):
                     )
                 args = tuple(
                     self._prepare(value, device_mesh, given, desired, f"argument {position} {where}")
-                    for position, (value, given, desired) in enumerate(zip(args, self.input_layouts, self.desired_input_layouts))
+                    for position, (value, given, desired) in enumerate(
+                        zip(args, self.input_layouts, self.desired_input_layouts)
+                    )
                 )
             kwargs = {
                 name: self._prepare(
-                    value, device_mesh, self.input_kwarg_layouts.get(name), self.desired_input_kwarg_layouts.get(name), f"argument '{name}' {where}"
+                    value,
+                    device_mesh,
+                    self.input_kwarg_layouts.get(name),
+                    self.desired_input_kwarg_layouts.get(name),
+                    f"argument '{name}' {where}",
                 )
                 for name, value in kwargs.items()
             }
@@ -229,7 +273,9 @@ class PrepareModuleInput(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
 
-    def _prepare(self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str) -> Any:
+    def _prepare(
+        self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str
+    ) -> Any:
         if given is None:
             return value
         if isinstance(value, (tuple, list)):
@@ -248,11 +294,19 @@ class PrepareModuleOutput(ParallelStyle):
     to return their local tensors.
     """
 
-    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True) -> None:
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
         self.output_layouts = _tuple(output_layouts) or ()
         self.desired_output_layouts = _tuple(desired_output_layouts) or ()
         self.use_local_output = use_local_output
-        _check_lengths("PrepareModuleOutput", self.output_layouts, self.desired_output_layouts, "output_layouts", "desired_output_layouts")
+        _check_lengths(
+            "PrepareModuleOutput",
+            self.output_layouts,
+            self.desired_output_layouts,
+            "output_layouts",
+            "desired_output_layouts",
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def after(each: nn.Module, args: Any, outputs: Any) -> Any:
@@ -263,15 +317,25 @@ class PrepareModuleOutput(ParallelStyle):
                     f"{len(self.output_layouts)} entries; use None for values to leave alone."
                 )
             prepared = tuple(
-                self._prepare(value, device_mesh, given, desired, f"output {position} of {type(each).__name__}, which PrepareModuleOutput prepares,")
-                for position, (value, given, desired) in enumerate(zip(values, self.output_layouts, self.desired_output_layouts))
+                self._prepare(
+                    value,
+                    device_mesh,
+                    given,
+                    desired,
+                    f"output {position} of {type(each).__name__}, which PrepareModuleOutput prepares,",
+                )
+                for position, (value, given, desired) in enumerate(
+                    zip(values, self.output_layouts, self.desired_output_layouts)
+                )
             )
             return prepared if len(prepared) > 1 else prepared[0]
 
         module.register_forward_hook(after)
         return module
 
-    def _prepare(self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str) -> Any:
+    def _prepare(
+        self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str
+    ) -> Any:
         if given is None:
             return value
         prepared = _prepare(value, mesh, given, desired, what)
@@ -301,11 +365,15 @@ class PrepareModuleInputOutput(ParallelStyle):
             use_local_output=use_local_input,
         )
         self.prepare_module_output = PrepareModuleOutput(
-            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts, use_local_output=use_local_output
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self.prepare_module_output._apply(self.prepare_module_input._apply(module, device_mesh), device_mesh)
+        return self.prepare_module_output._apply(
+            self.prepare_module_input._apply(module, device_mesh), device_mesh
+        )
 
 
 _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
@@ -330,10 +398,14 @@ def _kind_of(module: nn.Module) -> str | None:
     return "linear_transposed" if any(base.__name__ == "Conv1D" for base in type(module).__mro__) else None
 
 
-def _prepare(value: Any, mesh: DeviceMesh, if_plain: Placement, desired: Placement | None, what: str) -> torch.Tensor:
+def _prepare(
+    value: Any, mesh: DeviceMesh, if_plain: Placement, desired: Placement | None, what: str
+) -> torch.Tensor:
     """The value as a distributed tensor: with the first layout if it is a plain one, and then redistributed to the other."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what} is {type(value).__name__}, but its layout is {if_plain}; expected a tensor, or None for the layout.")
+        raise TypeError(
+            f"{what} is {type(value).__name__}, but its layout is {if_plain}; expected a tensor, or None for the layout."
+        )
     return _C.prepare_activation(value, mesh, mesh.ndim - 1, if_plain, desired, what)
 
 
@@ -341,7 +413,10 @@ def _tuple(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else None if layouts is None else tuple(layouts)
 
 
-def _check_lengths(who: str, one: tuple[Any, ...], other: tuple[Any, ...], name: str, other_name: str) -> None:
+def _check_lengths(
+    who: str, one: tuple[Any, ...], other: tuple[Any, ...], name: str, other_name: str
+) -> None:
     if len(one) != len(other):
-        raise ValueError(f"{who}: {name} has {len(one)} entries, but {other_name} has {len(other)}; they must be as many.")
-
+        raise ValueError(
+            f"{who}: {name} has {len(one)} entries, but {other_name} has {len(other)}; they must be as many."
+        )

@@ -58,13 +58,13 @@ class TESSERA_API DTensor : public at::Tensor {
   const DeviceMesh& device_mesh() const { return spec().mesh(); }
   const Placements& placements() const { return spec().placements(); }
 
-  /// What this rank holds; shares its memory. `grad_placements`: how the gradient that comes back is placed;
+  /// The local tensor; shares its memory. `grad_placements`: how the gradient that comes back is placed;
   /// by default as the tensor, with P as R.
   at::Tensor to_local(OptionalPlacements grad_placements = std::nullopt) const;
-  /// The whole tensor, on every rank.
+  /// The global tensor, replicated on every rank.
   at::Tensor full_tensor(OptionalPlacements grad_placements = std::nullopt) const;
   struct RedistributeOptions {
-    /// The order of cuts; see layout.h.
+    /// The order in which mesh dims shard; see layout.h.
     std::vector<int64_t> order = {};
     /// Return at once; the first use of the local tensor waits.
     bool async_op = false;
@@ -120,8 +120,8 @@ TESSERA_API DTensor zeros(c10::IntArrayRef shape, const DeviceMesh& mesh, Placem
 TESSERA_API DTensor ones(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
                          at::TensorOptions options = {});
 
-/// Random numbers: uniform in [0, 1), normal, whole in [low, high), and a permutation of 0, ..., n - 1. Each
-/// rank makes only its part; the tensor is the same on every mesh and however it is placed (tessera/random).
+/// Random numbers: uniform in [0, 1), normal, integers in [low, high), and a permutation of 0, ..., n - 1. Each
+/// rank makes only its shard; the tensor is the same on every mesh and however it is placed (tessera/random).
 TESSERA_API DTensor rand(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
                          at::TensorOptions options = {});
 TESSERA_API DTensor randn(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,

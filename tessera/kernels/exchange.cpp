@@ -73,8 +73,8 @@ ShardGroup::ShardGroup(const Spec& spec, const std::vector<int64_t>& mesh_dims, 
     return spec.global_offset(coordinates[a])[dim] < spec.global_offset(coordinates[b])[dim];
   });
   for (const size_t rank : ranks_) {
-    if (std::equal(here.begin(), here.end(), coordinates[rank].begin())) self_ = held_.size();
-    held_.push_back(spec.local_shape(coordinates[rank])[dim]);
+    if (std::equal(here.begin(), here.end(), coordinates[rank].begin())) self_ = shard_sizes_.size();
+    shard_sizes_.push_back(spec.local_shape(coordinates[rank])[dim]);
   }
 }
 

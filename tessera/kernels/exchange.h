@@ -20,13 +20,13 @@ struct StridedSegment {
   int64_t count;
 };
 
-/// What the rank at a coordinate of the mesh holds, or wants to hold, of one dim. Ranks may hold the same
-/// elements, and ranges may stick out of the dim: nothing comes from there.
+/// Which ranges of one dim the rank at a coordinate of the mesh has, or needs. Ranks may have the same elements,
+/// and ranges may reach beyond the dim: nothing comes from there.
 using Holding = std::function<Pieces(c10::IntArrayRef coordinate)>;
 Holding holding(const Spec& spec, int64_t dim);
 
-/// A way to move elements of one dim between the ranks along some mesh dims, found once and gone often. Moves
-/// only what changes its rank. Without mesh dims each rank has what it needs.
+/// Moves elements of one dim between the ranks along some mesh dims: planned once, run often. Sends only what
+/// changes its rank. Without mesh dims each rank has what it needs.
 class Exchange {
  public:
   Exchange(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims, int64_t dim, const Holding& source,
@@ -36,7 +36,7 @@ class Exchange {
 
   enum Mode { kCopy, kAdd };
   /// Collective. Elements that nothing comes to are left alone; `kAdd`: what comes is added, from all ranks
-  /// that hold it. The tensors may differ in the size of the dim only.
+  /// that have it. The tensors may differ in the size of the dim only.
   void operator()(const at::Tensor& target, const at::Tensor& source, Mode mode = kCopy) const;
 
  private:
@@ -49,9 +49,9 @@ class Exchange {
   std::vector<Route> out_, in_;  // to and from each rank, also this one
 };
 
-/// Copies along `dim`, which both tensors have cut by the same mesh dims: all elements that segments tell
-/// of, from what the ranks hold of `source` to what they hold of `target`. The tensors may differ in the size
-/// of that dim only. Collective; moves only what changes its rank.
+/// Copies the elements that `segments` name along `dim`, which the same mesh dims shard in both tensors, from
+/// the ranks' shards of `source` to their shards of `target`. The tensors may differ in the size of that dim
+/// only. Collective; sends only what changes its rank.
 void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tensor& source,
               const Spec& source_spec, int64_t dim, const std::vector<StridedSegment>& segments);
 
@@ -60,14 +60,14 @@ void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tenso
 rules::Localize exchanged(int64_t dim, std::vector<StridedSegment> segments,
                           std::optional<at::Scalar> fill = {});
 
-/// The ranks of the joint group of some mesh dims that cut a tensor.
+/// The ranks of the joint group of some mesh dims that shard a tensor.
 class ShardGroup {
  public:
-  /// In the order of where their parts of `dim` begin; those that hold nothing come last.
+  /// In the order of where their shards of `dim` begin; those with empty shards come last.
   ShardGroup(const Spec& spec, const std::vector<int64_t>& mesh_dims, int64_t dim);
 
-  /// How much of the dim each holds, in that order; and which of them this rank is.
-  const std::vector<int64_t>& held() const { return held_; }
+  /// The size of each one's shard of the dim, in that order; and which of them this rank is.
+  const std::vector<int64_t>& shard_sizes() const { return shard_sizes_; }
   size_t self() const { return self_; }
 
   /// The size along `dim` of what each of them has. Collective.
@@ -80,14 +80,14 @@ class ShardGroup {
  private:
   Group group_;
   std::vector<size_t> ranks_;  // in the group
-  std::vector<int64_t> held_;
+  std::vector<int64_t> shard_sizes_;
   size_t self_ = 0;
 };
 
 /// The joint group of some mesh dims.
 Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
 
-/// Which mesh dims cut a tensor dim; and which any.
+/// Which mesh dims shard a tensor dim; and which any.
 std::vector<int64_t> mesh_dims_of(const Spec& spec, int64_t dim);
 std::vector<int64_t> mesh_dims_of(const Spec& spec);
 

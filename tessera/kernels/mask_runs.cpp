@@ -19,7 +19,7 @@ MaskRuns::Runs MaskRuns::Runs::within(const Range& range) const {
 
 int64_t MaskRuns::Runs::total() const { return at::sum(counts).item<int64_t>(); }
 
-at::Tensor MaskRuns::Runs::numbers() const {
+at::Tensor MaskRuns::Runs::indices() const {
   const at::Tensor before = at::sub(at::cumsum(counts, 0), counts);
   const at::Tensor shift = at::repeat_interleave(at::sub(starts, before), counts);
   return at::add(shift, at::arange(shift.numel()));
@@ -56,25 +56,25 @@ MaskRuns::Runs MaskRuns::runs(c10::IntArrayRef coordinate) const {
   return {part(starts_, coordinate).flatten(), part(counts_, coordinate).flatten()};
 }
 
-at::Tensor MaskRuns::numbers() const { return runs(*spec_.mesh().get_coordinate()).numbers().to(device_); }
+at::Tensor MaskRuns::indices() const { return runs(*spec_.mesh().get_coordinate()).indices().to(device_); }
 
-MaskRuns::Ways MaskRuns::ways(int64_t size) const {
+MaskRuns::Routes MaskRuns::routes(int64_t size) const {
   const DeviceMesh& mesh = spec_.mesh();
   Placements placements(mesh.ndim(), Replicate());
   for (const int64_t m : mesh_dims_) placements[m] = Shard(0);
   const Spec rows(mesh, placements, {size}, std::nullopt, at::kLong, order_);
   const auto here = *mesh.get_coordinate();
   const Runs own = runs(here);
-  Ways result;
-  result.held = rows.local_shape()[0];
+  Routes result;
+  result.local = rows.local_shape()[0];
   result.group = group_of(mesh, mesh_dims_);
-  const Range held{rows.global_offset()[0], result.held};
+  const Range held{rows.global_offset()[0], result.local};
   std::vector<int64_t> offsets;
   for (const auto& coordinate : mesh.coordinates_along(mesh_dims_)) {
     const Range there{rows.global_offset(coordinate)[0], rows.local_shape(coordinate)[0]};
     offsets.push_back(there.offset);
     result.to.push_back(own.within(there).total());
-    result.from.push_back(at::sub(runs(coordinate).within(held).numbers(), held.offset).to(device_));
+    result.from.push_back(at::sub(runs(coordinate).within(held).indices(), held.offset).to(device_));
   }
   result.order.resize(offsets.size());
   std::iota(result.order.begin(), result.order.end(), 0);
@@ -84,7 +84,7 @@ MaskRuns::Ways MaskRuns::ways(int64_t size) const {
 }
 
 at::Tensor MaskRuns::collect(const at::Tensor& values, int64_t size) const {
-  const Ways ways = this->ways(size);
+  const Routes ways = this->routes(size);
   auto shape = values.sizes().vec();
   comm::Tensors sent(ways.to.size()), received;
   int64_t done = 0;
@@ -97,14 +97,14 @@ at::Tensor MaskRuns::collect(const at::Tensor& values, int64_t size) const {
     received.push_back(new_memory(shape, values.options()));
   }
   comm::all_to_all(received, sent, ways.group).wait();
-  shape[0] = ways.held;
+  shape[0] = ways.local;
   const at::Tensor result = at::zeros(shape, values.options());
   for (const size_t i : c10::irange(received.size())) result.index_copy_(0, ways.from[i], received[i]);
   return result;
 }
 
 at::Tensor MaskRuns::spread(const at::Tensor& rows, int64_t size) const {
-  const Ways ways = this->ways(size);
+  const Routes ways = this->routes(size);
   auto shape = rows.sizes().vec();
   comm::Tensors sent, received(ways.to.size()), values;
   for (const at::Tensor& wanted : ways.from) sent.push_back(at::index_select(rows, 0, wanted));

@@ -12,7 +12,7 @@ namespace tessera::kernels {
 ValuesAndIndices first_of_all(const at::Tensor& local, const ShardGroup& ranks, int64_t dim, int64_t offset,
                               int64_t each, const First& first) {
   std::vector<int64_t> sizes;
-  for (const int64_t size : ranks.held()) sizes.push_back(std::min(each, size));
+  for (const int64_t size : ranks.shard_sizes()) sizes.push_back(std::min(each, size));
   at::Tensor values = local, indices = new_memory(local.sizes(), local.options().dtype(at::kLong));
   if (local.size(dim) > 0) std::tie(values, indices) = first(local);
   const at::Tensor candidates = ranks.join(values, dim, sizes);

@@ -8,7 +8,7 @@ namespace tessera::kernels {
 Stack scan(const Stack& local, const ShardGroup& ranks, int64_t dim, const Follow& follow) {
   // The last of each rank, where there is one.
   std::vector<int64_t> sizes;
-  for (const int64_t size : ranks.held()) sizes.push_back(size > 0);
+  for (const int64_t size : ranks.shard_sizes()) sizes.push_back(size > 0);
   const int64_t own = sizes[ranks.self()];
   std::vector<at::Tensor> lasts;
   for (const c10::IValue& result : local) {

@@ -1,9 +1,24 @@
+#include <tessera/ops/as_one.h>
 #include <tessera/ops/family.h>
+#include <tessera/rules/einsum.h>
 
 #include <algorithm>
+#include <array>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/einsum_native.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/linear_ops.h>
+#include <ATen/ops/matmul_native.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -163,3 +178,206 @@ Table matmul_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd
+
+/// Products that libtorch composes of others by joining dims into matrices, which gathers them where they are
+/// cut. Here each is one operator, with a rule and a gradient of its own.
+namespace tessera {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// The gradient of a product, as if vectors were matrices.
+at::Tensor as_matrices(const at::Tensor& gradient, int64_t dims_of_self, int64_t dims_of_other) {
+  const at::Tensor result = dims_of_other == 1 ? gradient.unsqueeze(-1) : gradient;
+  return dims_of_self == 1 ? result.unsqueeze(-2) : result;
+}
+
+at::Tensor gradient_of_self(const at::Tensor& gradient, c10::IntArrayRef self, const at::Tensor& other) {
+  std::vector<int64_t> sizes = self.vec();
+  if (self.size() == 1) sizes.insert(sizes.begin(), 1);
+  const at::Tensor g = as_matrices(gradient, static_cast<int64_t>(self.size()), other.dim());
+  const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
+  const at::Tensor result = at::sum_to(at::matmul(g, b.mT()), sizes);
+  return self.size() == 1 ? result.squeeze(0) : result;
+}
+
+/// libtorch has it for nested tensors only.
+std::tuple<at::Tensor, at::Tensor> matmul_gradients(const at::Tensor& gradient, const at::Tensor& self,
+                                                    const at::Tensor& other, std::array<bool, 2> mask) {
+  if (!gradient.defined()) return {};
+  at::Tensor of_self, of_other;
+  if (mask[0]) of_self = gradient_of_self(gradient, self.sizes(), other);
+  if (mask[1]) {
+    const at::Tensor g = as_matrices(gradient, self.dim(), other.dim());
+    const at::Tensor a = self.dim() == 1 ? self.unsqueeze(0) : self;
+    const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
+    // One matrix for all batches: as for the weight of a linear layer, without a product for each batch.
+    of_other = b.dim() == 2 && a.dim() > 2 && !at::GradMode::is_enabled()
+                   ? std::get<1>(at::linear_backward(g, a, b, {false, true, false}))
+                   : at::sum_to(at::matmul(a.mT(), g), b.sizes());
+    if (other.dim() == 1) of_other = of_other.squeeze(-1);
+  }
+  return {of_self, of_other};
+}
+
+// The formulas that autograd has for these are in use for nested tensors, and know no complex numbers.
+
+/// Where the right side needs no gradient, the left one need not be kept.
+struct ByConstant : torch::autograd::Function<ByConstant> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& self, const at::Tensor& other) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({other});
+    context->saved_data["sizes"] = self.sizes().vec();
+    return at::matmul(self, other);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {gradient_of_self(gradients[0], context->saved_data["sizes"].toIntVector(),
+                             context->get_saved_variables()[0]),
+            at::Tensor()};
+  }
+};
+
+/// The same of a layer whose weight is frozen.
+struct LinearByConstant : torch::autograd::Function<LinearByConstant> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({weight});
+    context->saved_data["has_bias"] = bias && bias->defined();
+    return at::linear(input, weight, bias);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& gradient = gradients[0];
+    at::Tensor of_bias;
+    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)) {
+      std::vector<int64_t> places(gradient.dim() - 1);
+      std::iota(places.begin(), places.end(), 0);
+      of_bias = places.empty() ? gradient : gradient.sum(places);
+    }
+    return {at::matmul(gradient, context->get_saved_variables()[0]), at::Tensor(), of_bias};
+  }
+};
+
+/// Whether of two tensors the first alone has a gradient.
+bool first_alone(const at::Tensor& first, const at::Tensor& second) {
+  return at::GradMode::is_enabled() && first.requires_grad() && !second.requires_grad();
+}
+
+// In forward-mode AD, only what libtorch composes these of has formulas.
+
+at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias) {
+  if (input.is_complex() || weight.is_complex() || has_tangent(input) || has_tangent(weight) ||
+      (bias && has_tangent(*bias)))
+    return at::native::linear(input, weight, bias);
+  if (first_alone(input, weight) && weight.dim() == 2) return LinearByConstant::apply(input, weight, bias);
+  return as_one<at::_ops::linear>(keys, input, weight, bias);
+}
+
+at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
+  if (self.is_complex() || other.is_complex() || has_tangent(self) || has_tangent(other))
+    return at::native::matmul(self, other);
+  if (first_alone(self, other)) return ByConstant::apply(self, other);
+  return as_one<at::_ops::matmul>(keys, self, other);
+}
+
+std::string equation_of(const std::vector<rules::Letters>& inputs, const rules::Letters& output) {
+  std::string text;
+  for (const rules::Letters& input : inputs) {
+    if (&input != &inputs.front()) text += ',';
+    text.append(input.begin(), input.end());
+  }
+  return text.append("->").append(output.begin(), output.end());
+}
+
+bool contains(const rules::Letters& letters, char letter) {
+  return std::find(letters.begin(), letters.end(), letter) != letters.end();
+}
+
+/// The gradient of a product of two is a product of its gradient and the other.
+struct ProductOfTwo : torch::autograd::Function<ProductOfTwo> {
+  static at::Tensor forward(AutogradContext* context, const std::string& equation, const at::Tensor& a,
+                            const at::Tensor& b) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    // Each is kept for the gradient of the other.
+    context->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor()});
+    context->saved_data["equation"] = equation;
+    context->saved_data["a"] = a.sizes().vec();
+    context->saved_data["b"] = b.sizes().vec();
+    return at::einsum(equation, {a, b});
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const std::vector<std::vector<int64_t>> shapes{context->saved_data["a"].toIntVector(),
+                                                   context->saved_data["b"].toIntVector()};
+    const rules::Einsum product = *rules::from_equation(
+        context->saved_data["equation"].toStringRef(),
+        {static_cast<int64_t>(shapes[0].size()), static_cast<int64_t>(shapes[1].size())});
+    variable_list result{at::Tensor(), at::Tensor(), at::Tensor()};
+    for (const size_t i : {0, 1}) {
+      if (!context->needs_input_grad(i)) continue;
+      const rules::Letters &own = product.inputs[i], &other = product.inputs[1 - i],
+                           &output = product.outputs[0];
+      rules::Letters known;  // what was summed over in this one alone is the same all along
+      for (const char letter : own) {
+        if (contains(other, letter) || contains(output, letter)) known.push_back(letter);
+      }
+      at::Tensor gradient =
+          at::einsum(equation_of({output, other}, known), {gradients[0], saved[1 - i].conj()});
+      for (size_t d = 0; d < own.size(); ++d) {
+        if (!contains(known, own[d])) gradient = gradient.unsqueeze(static_cast<int64_t>(d));
+      }
+      result[1 + i] = gradient.expand(shapes[i]);
+    }
+    return result;
+  }
+};
+
+/// Two at a time, from the left. What occurs twice in one tensor, or is broadcast, is left to libtorch.
+at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::OptionalIntArrayRef path) {
+  std::vector<int64_t> ndims;
+  std::vector<c10::IntArrayRef> shapes;
+  for (const at::Tensor& tensor : tensors) {
+    ndims.push_back(tensor.dim());
+    shapes.push_back(tensor.sizes());
+  }
+  const auto whole = rules::from_equation({equation.data(), equation.size()}, ndims);
+  if (!whole || tensors.size() < 2 || path || !rules::letter_sizes(whole->inputs, shapes) ||
+      std::any_of(tensors.begin(), tensors.end(), has_tangent))
+    return at::native::einsum(equation, tensors, path);
+  at::Tensor result = tensors[0];
+  rules::Letters held = whole->inputs[0];
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    rules::Letters next = whole->outputs[0];
+    if (i + 1 < tensors.size()) {
+      next.clear();
+      for (const rules::Letters& from : {held, whole->inputs[i]}) {
+        for (const char letter : from) {
+          bool needed = contains(whole->outputs[0], letter);
+          for (size_t later = i + 1; later < tensors.size(); ++later)
+            needed = needed || contains(whole->inputs[later], letter);
+          if (needed && !contains(next, letter)) next.push_back(letter);
+        }
+      }
+    }
+    result = ProductOfTwo::apply(equation_of({held, whole->inputs[i]}, next), result, tensors[i]);
+    held = std::move(next);
+  }
+  return result;
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  library.impl("einsum", einsum);
+  library.impl("linear", linear);
+  library.impl("matmul", matmul);
+  library.impl("matmul_backward", matmul_gradients);
+}
+
+}  // namespace
+
+}  // namespace tessera

@@ -173,7 +173,7 @@ Stack by_positions(const c10::OperatorHandle& op, Stack arguments) {
 
 /// What goes to the positions that this rank's mask selects, from rows for all of them.
 at::Tensor rows_for_here(const at::Tensor& rows, const Spec& spec, const MaskRuns& runs) {
-  return mesh_dims_of(spec, 0).empty() ? at::index_select(rows, 0, runs.numbers())
+  return mesh_dims_of(spec, 0).empty() ? at::index_select(rows, 0, runs.indices())
                                        : runs.spread(rows, spec.shape()[0]);
 }
 
@@ -313,7 +313,7 @@ std::optional<Strategies> masked_scatter_backward(const OpCall& call) {
         const at::Tensor taken = at::masked_select(arguments.tensor("grad_output"), arguments.tensor("mask"));
         if (sizes.size() == 1) return Stack{runs.collect(taken, sizes[0])};
         const at::Tensor result = at::zeros(sizes, taken.options());
-        result.view({-1}).index_copy_(0, runs.numbers(), taken);
+        result.view({-1}).index_copy_(0, runs.indices(), taken);
         return Stack{result};
       });
   return strategies;

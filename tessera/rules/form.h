@@ -1,7 +1,6 @@
 #pragma once
 
 #include <tessera/rules/einsum.h>
-#include <tessera/rules/shape.h>
 #include <tessera/rules/strategy.h>
 
 #include <cstdint>

@@ -9,8 +9,6 @@
 /// Dims, sizes and strides, as rules speak of them.
 namespace tessera::rules {
 
-using Shape = std::vector<int64_t>;
-
 /// A dim counted from the start.
 int64_t wrapped(int64_t dim, int64_t ndim);
 /// The same of several; none: all.

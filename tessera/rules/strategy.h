@@ -22,6 +22,9 @@ namespace tessera::rules {
 
 using Stack = torch::jit::Stack;
 
+/// Sizes, strides or dims.
+using Shape = std::vector<int64_t>;
+
 /// One call of an operator.
 struct TESSERA_API OpCall {
   const c10::FunctionSchema* schema = nullptr;

@@ -124,7 +124,7 @@ bool has_sharded_rows(const at::Tensor& weight) {
 }
 
 at::Tensor gradient_of_weight(const at::Tensor& gradient, const at::Tensor& indices, const at::Tensor& weight,
-                             int64_t padding, bool scales) {
+                              int64_t padding, bool scales) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tessera::embedding_backward", "")

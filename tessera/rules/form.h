@@ -56,8 +56,8 @@ struct Pointwise {
 };
 
 /// Dims as letters. The inputs are the tensor arguments of the operator, in order.
-///   "mk,kn->mn"         dims with one letter are sharded alike; what lacks a letter that is sharded is
-///   partial "Bmk,Bkn->Bmn"      a capital stands for any number of dims, broadcast against each other
+///   "mk,kn->mn"         dims with one letter are sharded alike; what lacks a sharded letter is partial
+///   "Bmk,Bkn->Bmn"      a capital stands for any number of dims, broadcast against each other
 ///   "B..,B.->B.."       `.` is an unsharded dim, and `..` any number of them; after a capital `inner` of them.
 ///                       Results may end with `..`: what a rank computes has them
 ///   "B..,..?->B*,B.."   results may end with `*`: the dims that `..` of the first input is, with their sizes

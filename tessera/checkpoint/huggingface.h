@@ -1,0 +1,26 @@
+#pragma once
+
+#include <tessera/checkpoint/catalog.h>
+
+#include <string>
+#include <vector>
+
+/// Safetensors as Hugging Face's libraries write them: one file, or a directory of files of global tensors with
+/// model.safetensors.index.json. Also sharded files that say with DCP_SHARDING_INFO where their chunks belong.
+namespace tessera::checkpoint {
+
+/// Of a directory, or of one .safetensors file (then file names are relative to its directory).
+Catalog read_huggingface(const std::string& path);
+
+/// Which tensors go into which file, for files of at most `file_limit` bytes (a larger tensor has a file of its
+/// own), in the order given: model-00001-of-00003.safetensors, or model.safetensors if one is enough.
+struct HuggingFaceFile {
+  std::string name;
+  std::vector<std::string> keys;
+};
+std::vector<HuggingFaceFile> plan_huggingface_files(const std::vector<std::pair<std::string, int64_t>>& sizes,
+                                                    int64_t file_limit);
+/// The text of model.safetensors.index.json.
+std::string write_huggingface_index(const std::vector<HuggingFaceFile>& files, int64_t total_size);
+
+}  // namespace tessera::checkpoint

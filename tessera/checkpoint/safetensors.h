@@ -32,7 +32,8 @@ struct SafetensorsHeader {
 /// known dtypes, lengths that fit the shapes, no overlap, no gap, nothing beyond the end of the file.
 SafetensorsHeader read_safetensors_header(const File& file);
 /// The same of the bytes of a header (without its length) of a file of that size.
-SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file_size, const std::string& path);
+SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file_size,
+                                           const std::string& path);
 
 /// The first bytes of a file with these tensors, one after the other in this order; sets their offsets. The
 /// elements begin at a multiple of 64 bytes. Throws if a dtype has no name in the format.

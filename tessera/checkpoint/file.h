@@ -9,14 +9,14 @@
 #include <vector>
 
 /// Files and directories as a checkpoint needs them: every failure is an error that names the file, what was
-/// tried and what the system said; short reads and writes are continued; nothing follows a name out of its
-/// directory. No tensors here.
+/// tried, what the system said and, where there is one, the way out; short reads and writes are continued. Names
+/// that come from files are made paths by `path_in` alone. No tensors here.
 namespace tessera::checkpoint {
 
 /// An open file. Moves, closes when it goes.
 class File {
  public:
-  /// For reading. Throws if it is no regular file.
+  /// For reading. Throws if it is no regular file or a link to one (as in the cache of huggingface_hub).
   static File open(const std::string& path);
   /// New, for writing (and reading); an error if it exists.
   static File create(const std::string& path);
@@ -44,7 +44,9 @@ class File {
 /// The content of a small file. Throws if it is larger than `limit`.
 std::string read_file(const std::string& path, int64_t limit);
 
+/// Whether there is something with this name, be it a link to nothing.
 bool exists(const std::string& path);
+/// Whether it is a directory, or a link to one.
 bool is_directory(const std::string& path);
 /// The names in a directory, sorted, without "." and "..".
 std::vector<std::string> list_directory(const std::string& path);
@@ -58,18 +60,27 @@ void remove_all(const std::string& path);
 std::string parent_of(const std::string& path);
 
 /// `name` below `directory`, where `name` comes from a file that is not trusted: throws, naming `source`, unless
-/// it is a relative path without "..", empty components and NUL.
+/// it is a relative path without NUL and components that are empty, "." or "..".
 std::string path_in(const std::string& directory, const std::string& name, const std::string& source);
 
 /// Makes `path` what `fresh` is, in one step: whoever looks sees the old directory or the new one, whole. Both
 /// must have the same parent. What was at `path` is at `fresh` afterwards, if there was anything. Both names are on
-/// the disk when it returns.
+/// the disk when it returns; what is in `fresh` must be before.
+///
+/// A file system that cannot exchange two names takes two steps, between which the old directory is at
+/// `.<name>.previous` and nothing at `path`: readers use `resolve_checkpoint`. The caller holds the DirectoryLock
+/// of `path`.
 void publish(const std::string& fresh, const std::string& path);
 
-/// While alive, no other process or thread that takes a lock of the same path gets one; ends with the process.
+/// Where a reader finds what was last published at `path`: `path`, or, if nothing is there since a process ended
+/// between two steps of `publish`, what was there before.
+std::string resolve_checkpoint(const std::string& path);
+
+/// While alive, no other process or thread that takes a lock of the same path gets one; ends with the process,
+/// however that ends.
 class DirectoryLock {
  public:
-  /// Nothing if somebody has it. The lock's file lies beside `path`, and goes with the lock.
+  /// Nothing if somebody has it. The lock's file, `.<name>.lock`, lies beside `path`, and goes with the lock.
   static std::optional<DirectoryLock> try_take(const std::string& path);
   DirectoryLock(DirectoryLock&& other) noexcept;
   DirectoryLock& operator=(DirectoryLock&& other) noexcept;
@@ -81,8 +92,14 @@ class DirectoryLock {
   int descriptor_ = -1;
 };
 
-/// For tests: called before each system call that creates, writes, syncs, renames or removes, with its name and
-/// the path; it may throw or end the process. For all threads; empty: none.
+/// A fault throws it to let the system call fail with that errno: `throw SystemFailure{ENOSPC}`.
+struct SystemFailure {
+  int code = 0;
+};
+
+/// For tests: called before each system call that creates, writes, syncs, renames or removes, with its name
+/// ("create", "write", "fsync", "rename", "exchange", "unlink", "rmdir", "mkdir") and the path ("rename" and
+/// "exchange": the new one); it may throw or end the process. For all threads; empty: none.
 void set_file_fault(std::function<void(std::string_view call, const std::string& path)> fault);
 
 /// The CRC32C (Castagnoli) of bytes; `before` is the checksum of what comes before them.

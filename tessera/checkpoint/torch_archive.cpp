@@ -408,7 +408,7 @@ class ArchiveWriter {
     number<uint32_t>(kLocalSignature);
     number<uint16_t>(0);
     flags();
-    zeros(12);  // checksum and sizes follow the content
+    zeros(16);  // no time; checksum and sizes follow the content
     number<uint16_t>(record.name.size());
     number<uint16_t>(large.size() + 4 + padding);
     out_ += record.name + large + "FB";

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <tessera/checkpoint/catalog.h>
-#include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/torch_archive.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
-#include <vector>
 
 /// The format of torch.distributed.checkpoint (2.13): `.metadata`, a pickle, and `__<rank>_<n>.distcp` files, in
 /// which each tensor or object is a zip archive as torch.save writes it.
@@ -18,26 +18,6 @@ inline constexpr const char* kDCPMetadataFile = ".metadata";
 /// bytes, list, tuple and dict; of others an error says what Python type they are of. Nothing is executed.
 Catalog read_dcp(const std::string& directory);
 
-/// Where the elements of a tensor that torch.save wrote into a zip archive lie: `offset` and `length` are those of
-/// the archive in the file. Throws unless it holds one contiguous tensor of that dtype and shape.
-struct ByteRange {
-  int64_t offset = 0;
-  int64_t length = 0;
-};
-ByteRange find_torch_payload(const File& file, int64_t offset, int64_t length, c10::ScalarType dtype,
-                             c10::ArrayRef<int64_t> sizes, const std::string& what);
-
-/// The bytes before and after the elements in an archive of one contiguous tensor, which torch.load accepts.
-struct TorchArchive {
-  std::string before;
-  std::string after;
-};
-/// `crc32` is the zip's (not Castagnoli's) checksum of the elements.
-TorchArchive make_torch_archive(c10::ScalarType dtype, c10::ArrayRef<int64_t> sizes, int64_t length,
-                                uint32_t crc32);
-/// An archive of a value without tensors.
-std::string make_torch_archive(const Value& value);
-
 /// The bytes of `.metadata`. Chunks say file, offset and length of their archives (Container::TorchZip); `values`
 /// says the same for each leaf that is no tensor.
 struct ArchiveLocation {
@@ -46,5 +26,14 @@ struct ArchiveLocation {
   int64_t length = 0;
 };
 std::string write_dcp_metadata(const Catalog& catalog, const std::map<std::string, ArchiveLocation>& values);
+
+/// Back again, checked, without a look at other files: the values of the catalog are None. `path` is for errors.
+/// Attributes that Metadata, StorageMeta, MetadataIndex, _StorageInfo and the classes of tensors have in later
+/// versions of torch are ignored, if they are made of plain values; so is the data of another planner.
+struct DCPMetadata {
+  Catalog catalog;
+  std::map<std::string, ArchiveLocation> values;
+};
+DCPMetadata parse_dcp_metadata(std::string_view bytes, const std::string& path);
 
 }  // namespace tessera::checkpoint

@@ -20,6 +20,8 @@ class File {
   static File open(const std::string& path);
   /// New, for writing (and reading); an error if it exists.
   static File create(const std::string& path);
+  /// One that exists, for writing into it.
+  static File modify(const std::string& path);
 
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
@@ -104,5 +106,7 @@ void set_file_fault(std::function<void(std::string_view call, const std::string&
 
 /// The CRC32C (Castagnoli) of bytes; `before` is the checksum of what comes before them.
 uint32_t crc32c(const void* data, size_t size, uint32_t before = 0);
+/// The CRC32 that zip archives have.
+uint32_t crc32(const void* data, size_t size, uint32_t before = 0);
 
 }  // namespace tessera::checkpoint

@@ -355,7 +355,7 @@ std::string path_in(const std::string& directory, const std::string& name, const
     good = good && !component.empty() && component != "." && component != "..";
     begin = end + 1;
   }
-  TESSERA_CHECK(good, source, " names the file '", name,
+  TESSERA_CHECK(good, source, " names the file '", name.c_str(),
                 "', which does not lie in the checkpoint's directory. It is damaged, or not to be trusted.");
   return c10::str(directory, "/", name);
 }

@@ -36,9 +36,9 @@ class Runs {
   void for_each_in(int64_t begin, int64_t end, Visit visit) const {
     for (int64_t i = first_behind(begin); i < count_; ++i) {
       Run run = at(i);
-      if (run.in_a >= end) return;
       const int64_t skip = run.in_a < begin ? begin - run.in_a : 0;
       run.in_a += skip;
+      if (run.in_a >= end) return;
       run.in_b += skip;
       run.length -= skip;
       if (run.in_a + run.length > end) run.length = end - run.in_a;

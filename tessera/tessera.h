@@ -3,6 +3,7 @@
 /// Everything of Tessera in one include.
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/inspect.h>
 #include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/environment.h>

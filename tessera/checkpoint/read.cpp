@@ -134,10 +134,12 @@ const ChunkFiles::Located& ChunkFiles::locate(const std::string& key, size_t ind
                 "' lies in it at bytes ", chunk.offset, " to ", chunk.offset + chunk.length,
                 ". The file was cut short or replaced.");
   located.offset = chunk.offset;
-  if (chunk.container == Container::TorchZip)
-    located.offset = find_torch_payload(file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes,
-                                        "tensor '" + key + "' in " + file.path())
-                         .offset;
+  if (chunk.container == Container::TorchZip) {
+    const ByteRange elements = find_torch_payload(file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes,
+                                                  "tensor '" + key + "' in " + file.path());
+    located.offset = elements.offset;
+    located.crc32 = elements.crc32;
+  }
   located.tensor = &tensor;
   located.chunk = &chunk;
   located.key = key;
@@ -156,6 +158,23 @@ void ChunkFiles::read(const Located& located, int64_t begin, int64_t end, char* 
                   located.offset + at, " to ", located.offset + at + size, ", which belong to tensor '",
                   located.key, "', do not have the checksum that the index says. Load another checkpoint.");
   }
+}
+
+bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter) {
+  Read all;
+  all.end = byte_count(chunk.chunk->sizes, chunk.tensor->dtype, chunk.key);
+  std::vector<char> buffer;
+  uint32_t crc32 = 0;
+  for_each_window(all, block_of(chunk), [&](int64_t begin, int64_t end) {
+    buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
+    ChunkFiles::read(chunk, begin, end, buffer.data(), /*verify=*/true);
+    if (chunk.crc32) crc32 = zip_crc32(buffer.data(), static_cast<size_t>(end - begin), crc32);
+    meter.add(end - begin);
+  });
+  TESSERA_CHECK(!chunk.crc32 || crc32 == *chunk.crc32, chunk.file->path(), " is damaged: the ", all.end,
+                " bytes of tensor '", chunk.key, "' at ", chunk.offset,
+                " do not have the checksum that the archive says.");
+  return chunk.crc32 || chunk.chunk->checksums;
 }
 
 void verify_reads(const LoadPlan& plan, int64_t rank, ChunkFiles& files, ProgressMeter& meter) {

@@ -8,6 +8,7 @@
 #include <tessera/checkpoint/runs.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@ class ChunkFiles {
     const TensorEntry* tensor = nullptr;
     const Chunk* chunk = nullptr;
     std::string key;
+    std::optional<uint32_t> crc32;  // of all elements, where the container has one
   };
   /// Throws if the file ends before the chunk does.
   const Located& locate(const std::string& key, size_t chunk);
@@ -45,6 +47,9 @@ class ChunkFiles {
   std::map<std::string, File> files_;
   std::map<std::pair<std::string, size_t>, Located> located_;
 };
+
+/// Reads all of a chunk and compares its checksums; throws as `ChunkFiles::read`. Whether it has any.
+bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter);
 
 /// Where a box that this rank wants is read into.
 struct Destination {

@@ -71,7 +71,7 @@ constexpr int64_t kEnd64Size = 56;
 constexpr int64_t kLocator64Size = 20;
 constexpr int64_t kEndSize = 22;
 constexpr uint32_t kFull = std::numeric_limits<uint32_t>::max();  // "the zip64 field says it"
-constexpr int64_t kEntryAlignment = 64;                                // of the content of entries
+constexpr int64_t kEntryAlignment = 64;                           // of the content of entries
 
 template <typename T>
 T zip_number(std::string_view bytes, size_t at) {

@@ -102,6 +102,9 @@ bench: build
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
 	  else $(BUILD)/bench/bench_train; fi
+	@if [ -e $(BUILD)/python/tessera ]; then \
+	  .venv/bin/python bench/checkpoint.py --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt; fi
+	@$(BUILD)/bench/bench_checkpoint --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt
 	@$(BUILD)/bench/bench_collectives
 
 operators: build

@@ -229,17 +229,19 @@ HuggingFaceFiles::HuggingFaceFiles(std::string directory, const Catalog& catalog
     : directory_(std::move(directory)), catalog_(catalog) {
   std::vector<std::pair<std::string, int64_t>> sizes;
   std::string others;
+  int64_t count = 0;
   int64_t total = 0;
   for (const auto& [key, leaf] : catalog.leaves) {
     if (const TensorEntry* tensor = leaf.tensor()) {
       sizes.emplace_back(key, byte_count(tensor->shape, tensor->dtype, "'" + key + "'"));
       total += sizes.back().second;
     } else {
-      others += (others.empty() ? "'" : ", '") + key + "'";
+      if (++count <= 5) others += (others.empty() ? "'" : ", '") + key + "'";
     }
   }
   TESSERA_CHECK_VALUE(others.empty(),
                       "Hugging Face's format holds tensors only, but the state dict also has ", others,
+                      count > 5 ? c10::str(" and ", count - 5, " others") : "",
                       ". Leave these out, or save in another format.");
   const auto files = plan_huggingface_files(sizes, file_limit);
   for (const HuggingFaceFile& file : files) {

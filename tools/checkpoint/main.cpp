@@ -97,7 +97,10 @@ void inspect_command(const std::string& path, bool json, bool chunks) {
       rows.push_back({"  " + shape_text(chunk.offsets), "", shape_text(chunk.sizes), bytes_text(chunk.length),
                       chunk.file});
   }
-  for (const Value::Entry& entry : info.values) rows.push_back({entry.key, "", value_text(entry.value)});
+  print_table(rows);
+  rows.clear();
+  if (!info.values.empty()) rows.push_back({"\nother values", ""});
+  for (const Value::Entry& entry : info.values) rows.push_back({entry.key, value_text(entry.value)});
   print_table(rows);
   std::cout << "\n"
             << format_name(info.format) << ": " << info.tensors.size() << " tensors, " << info.values.size()

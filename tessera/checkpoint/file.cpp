@@ -226,6 +226,12 @@ File File::create(const std::string& path) {
   return {path, descriptor};
 }
 
+File File::modify(const std::string& path) {
+  const int descriptor = retry([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY); });
+  if (descriptor < 0) fail_with(errno, "open", path);
+  return {path, descriptor};
+}
+
 int64_t File::size() const {
   struct stat status {};
   if (::fstat(descriptor_, &status) != 0) fail_with(errno, "look at", path_);

@@ -106,7 +106,5 @@ void set_file_fault(std::function<void(std::string_view call, const std::string&
 
 /// The CRC32C (Castagnoli) of bytes; `before` is the checksum of what comes before them.
 uint32_t crc32c(const void* data, size_t size, uint32_t before = 0);
-/// The CRC32 that zip archives have.
-uint32_t crc32(const void* data, size_t size, uint32_t before = 0);
 
 }  // namespace tessera::checkpoint

@@ -11,8 +11,6 @@ namespace tessera::checkpoint {
 
 namespace {
 
-constexpr int64_t kLargestIndex = int64_t{4} << 30;
-
 bool is_safetensors(const std::string& name) {
   constexpr std::string_view kEnding = ".safetensors";
   return name.size() > kEnding.size() &&
@@ -41,7 +39,7 @@ OpenCheckpoint open_checkpoint(const std::string& given) {
   switch (*format) {
     case Format::Tessera: {
       const std::string index = path + "/" + kIndexFile;
-      return {directory, parse_index(read_file(index, kLargestIndex), index)};
+      return {directory, parse_index(read_file(index, kMaxIndexBytes), index)};
     }
     case Format::DCP:
       return {directory, read_dcp(path)};

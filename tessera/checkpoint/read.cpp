@@ -1,5 +1,5 @@
-#include <tessera/checkpoint/dcp.h>
 #include <tessera/checkpoint/read.h>
+#include <tessera/checkpoint/torch_archive.h>
 #include <tessera/error.h>
 #include <tessera/sharded/boxes.h>
 

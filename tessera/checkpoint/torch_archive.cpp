@@ -71,7 +71,7 @@ constexpr int64_t kEnd64Size = 56;
 constexpr int64_t kLocator64Size = 20;
 constexpr int64_t kEndSize = 22;
 constexpr uint32_t kFull = std::numeric_limits<uint32_t>::max();  // "the zip64 field says it"
-constexpr int64_t kAlignment = 64;                                // of the content of entries
+constexpr int64_t kEntryAlignment = 64;                                // of the content of entries
 
 template <typename T>
 T zip_number(std::string_view bytes, size_t at) {
@@ -404,11 +404,11 @@ class ArchiveWriter {
     const std::string large = zip64(record, /*local=*/true);
     const auto start =
         static_cast<int64_t>(record.header + kLocalSize + record.name.size() + large.size() + 4);
-    const int64_t padding = (kAlignment - start % kAlignment) % kAlignment;
+    const int64_t padding = (kEntryAlignment - start % kEntryAlignment) % kEntryAlignment;
     number<uint32_t>(kLocalSignature);
     number<uint16_t>(0);
     flags();
-    zeros(12);  // checksum and sizes follow the content
+    zeros(16);  // no time; checksum and sizes follow the content
     number<uint16_t>(record.name.size());
     number<uint16_t>(large.size() + 4 + padding);
     out_ += record.name + large + "FB";
@@ -521,7 +521,7 @@ class ArchiveWriter {
 void write_archive_begin(ArchiveWriter& archive, std::string_view data) {
   archive.entry("data.pkl", data);
   archive.entry(".format_version", "1");
-  archive.entry(".storage_alignment", std::to_string(kAlignment));
+  archive.entry(".storage_alignment", std::to_string(kEntryAlignment));
   archive.entry("byteorder", "little");
 }
 

@@ -3,6 +3,7 @@
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/runs.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/checkpoint/torch_archive.h>
 #include <tessera/checkpoint/write.h>
 #include <tessera/error.h>
 
@@ -77,9 +78,9 @@ void write_native_file(const std::string& directory, const std::string& name,
   for (const ElementsToWrite* each : elements) {
     SafetensorsEntry entry;
     entry.name = each->write.key;
-    entry.dtype = each->elements.scalar_type();
-    entry.shape = each->write.box.sizes;
-    entry.length = byte_count(entry.shape, entry.dtype, "'" + entry.name + "'");
+    const StoredType stored = safetensors_stored_type(each->elements.scalar_type(), each->write.box.sizes);
+    entry.dtype = stored.dtype;
+    entry.shape = stored.shape;
     entries.push_back(std::move(entry));
     writes.push_back(&each->write);
   }
@@ -196,18 +197,18 @@ std::vector<WrittenChunk> write_dcp_file(const std::string& directory, int64_t r
     written.chunk.file = name;
     written.chunk.offset = position;
     written.chunk.container = Container::TorchZip;
-    uint32_t checksum = 0;
-    for_each_stretch(each.elements,
-                     [&](const char* data, size_t size) { checksum = crc32(data, size, checksum); });
     const c10::ScalarType dtype = each.elements.scalar_type();
-    const TorchArchive archive = make_torch_archive(
-        dtype, written.chunk.sizes, byte_count(written.chunk.sizes, dtype, written.key), checksum);
-    append(archive.before.data(), archive.before.size());
+    const int64_t length = byte_count(written.chunk.sizes, dtype, written.key);
+    const std::string before = make_torch_archive(dtype, written.chunk.sizes, length, 0).before;
+    append(before.data(), before.size());
+    uint32_t checksum = 0;
     for_each_stretch(each.elements, [&](const char* data, size_t size) {
+      checksum = zip_crc32(data, size, checksum);
       append(data, size);
       meter.add(static_cast<int64_t>(size));
     });
-    append(archive.after.data(), archive.after.size());
+    const std::string after = make_torch_archive(dtype, written.chunk.sizes, length, checksum).after;
+    append(after.data(), after.size());
     written.chunk.length = position - written.chunk.offset;
     chunks.push_back(std::move(written));
   }

@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -22,6 +22,7 @@ help:
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
+	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
 	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
@@ -84,6 +85,11 @@ op-db: build
 
 slices: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/slices.py
+
+fuzz:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target checkpoint_fuzz
+	@$(BUILD)/tests/checkpoint_fuzz $(FUZZ)
 
 fuzz-values: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)

@@ -96,16 +96,6 @@ std::string_view without_slashes(std::string_view path) {
   return path;
 }
 
-/// A hidden name beside a path: "a/b" -> "a/.b<suffix>".
-std::string beside(const std::string& path, std::string_view suffix) {
-  const std::string_view trimmed = without_slashes(path);
-  const std::string_view name = trimmed.substr(trimmed.rfind('/') + 1);
-  TESSERA_CHECK_VALUE(!name.empty() && name != "." && name != "..", "'", path,
-                      "' does not end with the name of a directory. Choose a path that does, like "
-                      "'checkpoints/step_100'.");
-  return c10::str(parent_of(path), "/.", name, suffix);
-}
-
 /// Follows no links. Nothing, if there is nothing.
 std::optional<struct stat> status_of(const std::string& path) {
   struct stat status {};
@@ -345,6 +335,15 @@ std::string parent_of(const std::string& path) {
   if (slash == std::string_view::npos) return ".";
   if (slash == 0) return "/";
   return std::string(without_slashes(trimmed.substr(0, slash)));
+}
+
+std::string beside(const std::string& path, std::string_view suffix) {
+  const std::string_view trimmed = without_slashes(path);
+  const std::string_view name = trimmed.substr(trimmed.rfind('/') + 1);
+  TESSERA_CHECK_VALUE(!name.empty() && name != "." && name != "..", "'", path,
+                      "' does not end with the name of a directory. Choose a path that does, like "
+                      "'checkpoints/step_100'.");
+  return c10::str(parent_of(path), "/.", name, suffix);
 }
 
 std::string path_in(const std::string& directory, const std::string& name, const std::string& source) {

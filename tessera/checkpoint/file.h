@@ -61,6 +61,9 @@ void remove_all(const std::string& path);
 /// The directory that a path's last component lies in: "a/b/" -> "a", "b" -> ".".
 std::string parent_of(const std::string& path);
 
+/// A hidden name beside a path: "a/b" -> "a/.b<suffix>". Throws if the path does not end with a name.
+std::string beside(const std::string& path, std::string_view suffix);
+
 /// `name` below `directory`, where `name` comes from a file that is not trusted: throws, naming `source`, unless
 /// it is a relative path without NUL and components that are empty, "." or "..".
 std::string path_in(const std::string& directory, const std::string& name, const std::string& source);

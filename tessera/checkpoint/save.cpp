@@ -137,11 +137,8 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
   return job;
 }
 
-/// The name of the directory that a checkpoint is written into before it is published.
-std::string fresh_name(const std::string& path) {
-  const std::filesystem::path target(path);
-  return (target.parent_path() / ("." + target.filename().string() + ".saving")).string();
-}
+/// The directory that a checkpoint is written into before it is published.
+std::string fresh_name(const std::string& path) { return beside(path, ".saving"); }
 
 /// Throws if something is at `path` that is not ours to remove.
 void check_replaceable(const std::string& path) {

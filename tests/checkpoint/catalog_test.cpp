@@ -56,7 +56,7 @@ TEST(Catalog, RefusesWhatDoesNotFit) {
   summed.checksums = Checksums{64, {1}};
   EXPECT_THAT(error_of({{20}, at::kFloat, {summed}}), HasSubstr("has 1 checksums, but 2 blocks"));
   summed.checksums = Checksums{40, {1, 1}};
-  EXPECT_THAT(error_of({{20}, at::kFloat, {summed}}), HasSubstr("no multiple of 64"));
+  EXPECT_THAT(error_of({{20}, at::kFloat, {summed}}), HasSubstr("no multiple of 16"));
   Chunk far = chunk({0}, {4}, 16);
   far.offset = kMax;
   EXPECT_THAT(error_of({{4}, at::kFloat, {far}}), HasSubstr("beyond 64 bits"));

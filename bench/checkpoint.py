@@ -28,7 +28,9 @@ def rank_main(rank: int, port: int, mebibytes: int, directory: str, results) -> 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,))
     rows = (mebibytes << 20) // TENSORS // 4 // 1024
-    state = {f"w{i}": distribute_tensor(torch.full((rows, 1024), 1.5), mesh, [Shard(0)]) for i in range(TENSORS)}
+    state = {
+        f"w{i}": distribute_tensor(torch.full((rows, 1024), 1.5), mesh, [Shard(0)]) for i in range(TENSORS)
+    }
     seconds = {}
     for what, call in {"save": dcp.save, "load": dcp.load}.items():
         for _ in range(REPEATS):

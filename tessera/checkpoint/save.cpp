@@ -220,7 +220,8 @@ bool less_number(const std::string& a, const std::string& b) {
 void remove_older(const std::string& path, int64_t keep_last) {
   if (keep_last == 0) return;
   const std::string directory = parent_of(path);
-  const auto [series, number] = series_and_number(std::filesystem::path(path + "/").parent_path().filename().string());
+  const auto [series, number] =
+      series_and_number(std::filesystem::path(path + "/").parent_path().filename().string());
   if (number.empty()) return;
   std::vector<std::pair<std::string, std::string>> others;  // number, path
   for (const std::string& name : list_directory(directory)) {

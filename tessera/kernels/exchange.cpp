@@ -166,7 +166,7 @@ void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tenso
               const Spec& source_spec, int64_t dim, const std::vector<StridedSegment>& segments) {
   const std::vector<int64_t> mesh_dims = mesh_dims_of(source_spec, dim);
   TESSERA_CHECK(mesh_dims == mesh_dims_of(target_spec, dim), "cannot exchange along dim ", dim, " from ",
-                source_spec, " to ", target_spec, ": both must be cut alike.");
+                source_spec, " to ", target_spec, ": both must be sharded alike.");
   Exchange(source_spec.mesh(), mesh_dims, dim, holding(source_spec, dim), holding(target_spec, dim),
            segments)(target, source);
 }
@@ -178,7 +178,7 @@ rules::Localize exchanged(int64_t dim, std::vector<StridedSegment> segments, std
     if (mesh_dims_of(input, dim).empty()) return local;
     local.communicates = true;
     local.compute = [=](const c10::OperatorHandle&, rules::Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = rules::self_tensor(arguments);
       const at::Tensor result = fill ? at::full(output.local_shape(), *fill, x.options())
                                      : new_memory(output.local_shape(), x.options());
       exchange(result, output, x, input, dim, segments);

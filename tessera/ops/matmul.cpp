@@ -39,8 +39,8 @@ Rule addmv() {
     if (call.tensors[0].shape() == call.tensors[1].shape().slice(0, 1)) return {};
     return [](const ChosenSpecs&) {
       return LocalCall{{}, [](const c10::OperatorHandle& op, Stack arguments) {
-                         const int64_t rows = NamedArguments(op, arguments)["mat"].toTensor().size(0);
-                         arguments[0] = arguments[0].toTensor().expand({rows});
+                         const NamedArguments named(op, arguments);
+                         named["self"] = named.tensor("self").expand({named.tensor("mat").size(0)});
                          return call_operator(op, std::move(arguments));
                        }};
     };

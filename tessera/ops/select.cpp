@@ -76,14 +76,15 @@ Strategy selected_partial() {
   return {{Partial(), Replicate()}, {Partial()}, 0, false, /*any_partial=*/true};
 }
 
-/// By the operator itself, with the first two arguments, a tensor and a mask, broadcast.
+/// By the operator itself, with the tensor and its mask broadcast.
 Strategies broadcast_first() {
   Strategies strategies;
   strategies.decompose = [](const c10::OperatorHandle& op, Stack arguments) {
-    const at::Tensor x = arguments[0].toTensor(), mask = arguments[1].toTensor();
+    const NamedArguments named(op, arguments);
+    const at::Tensor x = named.tensor("self"), mask = named.tensor("mask");
     const auto shape = at::infer_size(x.sizes(), mask.sizes());
-    arguments[0] = x.expand(shape);
-    arguments[1] = mask.expand(shape);
+    named["self"] = x.expand(shape);
+    named["mask"] = mask.expand(shape);
     return call_operator(op, std::move(arguments));
   };
   return strategies;
@@ -111,7 +112,7 @@ std::optional<Strategies> nonzero(const OpCall& call) {
   strategies.localize = with_mask(
       call, "self", Sized::yes,
       [](const c10::OperatorHandle&, Stack arguments, const MaskRuns& runs, const ChosenSpecs& chosen) {
-        const at::Tensor positions = at::nonzero(arguments[0].toTensor());
+        const at::Tensor positions = at::nonzero(self_tensor(arguments));
         const at::Tensor begin = at::tensor(chosen.inputs[0].global_offset(), at::kLong);
         return collected(at::add(positions, begin.to(positions.device())), runs);
       });

@@ -117,8 +117,8 @@ Localize by_share(const Shape& dims) {
     if (!is_sharded_on(chosen.inputs[0], dims)) return local;
     const double share = local_share(chosen.inputs[0], dims);
     local.compute = [share](const c10::OperatorHandle& op, Stack arguments) {
-      op.callBoxed(arguments);
-      const at::Tensor mean = arguments[0].toTensor();
+      op.callBoxed(arguments);  // which leaves the result in their place
+      const at::Tensor mean = arguments.back().toTensor();
       return share == 0 ? Stack{mean.zero_()} : Stack{mean.mul_(share)};
     };
     return local;
@@ -574,7 +574,7 @@ Localize neutral_if_empty(Shape dims, std::vector<double> values, bool real) {
     if (std::none_of(dims.begin(), dims.end(), [&](int64_t d) { return input.local_shape()[d] == 0; }))
       return local;
     local.compute = [=, output = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = self_tensor(arguments);
       Stack results;
       for (const double value : values) {
         const auto dtype = real ? c10::toRealValueType(x.scalar_type()) : x.scalar_type();

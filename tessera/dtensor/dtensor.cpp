@@ -1,6 +1,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/dtensor/gradient.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/random/generator.h>
@@ -226,6 +227,12 @@ at::TensorOptions of_integers(const at::TensorOptions& options) {
 }
 
 }  // namespace
+
+bool redistributes_gradient(const at::Tensor& tensor) {
+  const torch::autograd::Node* node = tensor.grad_fn().get();
+  return dynamic_cast<const torch::autograd::CppNode<Redistribute>*>(node) ||
+         dynamic_cast<const torch::autograd::CppNode<FromLocal>*>(node);
+}
 
 DTensor::DTensor(at::Tensor tensor) : at::Tensor(std::move(tensor)) {
   TESSERA_CHECK_VALUE(!defined() || is_dtensor(*this), "This tensor of shape ", sizes(),

@@ -75,9 +75,12 @@ validate: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
 
+# By pip, but of the libraries that are built already.
 wheel:
-	@scripts/setup >/dev/null
-	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target tessera_package
+	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
+	  -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
 
 op-db: build
 	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db

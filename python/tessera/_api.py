@@ -88,7 +88,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         return _C.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank of the mesh. All of them must call it. Differentiable."""
+        """The global tensor, on every rank of the mesh. All of them must call it. Differentiable."""
         return _C.full_tensor(self, grad_placements)
 
     def redistribute(
@@ -161,7 +161,7 @@ def distribute_tensor(
             )
         if not _C.is_placed(tensor, placed):
             raise ValueError(
-                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() to place it as {tuple(placed)}."
+                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() for {tuple(placed)}."
             )
         return tensor
     if not isinstance(tensor, torch.Tensor):

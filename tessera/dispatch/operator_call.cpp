@@ -347,7 +347,7 @@ class OperatorCall {
   Arguments arguments_;
   std::shared_ptr<OpPlan> plan_;
   Stack view_arguments_;                      // with which a view is to be made again
-  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them can tell
+  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them knows them
   size_t next_output_ = 0;
 };
 

@@ -110,22 +110,22 @@ std::string text_of(const LikeInput& form) {
 }
 
 std::string text_of(const DimMap& form) {
-  Names parts;
+  Names clauses;
   auto add = [&](const Names& dims, const char* what) {
-    if (!dims.empty()) parts.push_back(listed(dims, "`") + what);
+    if (!dims.empty()) clauses.push_back(listed(dims, "`") + what);
   };
   add(form.swapped, " swapped");
-  if (!form.order.empty()) parts.push_back("dims in the order of `" + form.order + "`");
+  if (!form.order.empty()) clauses.push_back("dims in the order of `" + form.order + "`");
   add(form.unsharded, " unsharded");
   add(form.dropped, form.only_ones ? " dropped where the size is 1" : " dropped, unsharded");
-  if (form.only_ones && form.dropped.empty()) parts.emplace_back("dims of size 1 dropped");
-  if (form.last_dropped > 0) parts.emplace_back("the last dim unsharded");
+  if (form.only_ones && form.dropped.empty()) clauses.emplace_back("dims of size 1 dropped");
+  if (form.last_dropped > 0) clauses.emplace_back("the last dim unsharded");
   add(form.added, " added");
-  if (form.last_added > 0) parts.emplace_back("a last dim added");
-  if (form.resizes) parts.emplace_back("dims that change their size unsharded, new ones in front");
-  if (form.linear) parts.emplace_back("linear");
+  if (form.last_added > 0) clauses.emplace_back("a last dim added");
+  if (form.resizes) clauses.emplace_back("dims that change their size unsharded, new ones in front");
+  if (form.linear) clauses.emplace_back("linear");
   std::string result;
-  for (const std::string& part : parts) result += (result.empty() ? "" : ", ") + part;
+  for (const std::string& part : clauses) result += (result.empty() ? "" : ", ") + part;
   if (form.exchanges) result += "; one alone may be sharded: what changes its rank is exchanged";
   return result + if_sharded_text(form.if_sharded);
 }

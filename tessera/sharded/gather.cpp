@@ -13,7 +13,7 @@ namespace tessera::sharded {
 namespace {
 
 /// What the tensor is gathered into: what was given, or a new tensor. Undefined but on the destination.
-at::Tensor output_of(const ShardedTensor& tensor, int64_t dst, const GatherOptions& options,
+at::Tensor output_of(const ShardedTensor& tensor, int64_t dst, const ShardedTensor::GatherOptions& options,
                      at::ScalarType dtype) {
   const Members& members = tensor.process_group();
   const at::Tensor& out = options.out;

@@ -23,7 +23,7 @@ help:
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
-	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
+	@echo 'make audit     build, then write docs/replicas.md: which operators take the replicated fallback (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'

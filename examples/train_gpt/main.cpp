@@ -288,7 +288,7 @@ int main(int argc, char** argv) {
   app.add_option("--seed", options.seed, "Of the first weights and of the order of the text")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", options.sequence_parallel,
-               "Cut what flows between the blocks along the sequence");
+               "Shard what flows between the blocks along the sequence");
   app.add_option("--tolerance", options.tolerance, "How much the losses may differ from one device")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);

@@ -508,7 +508,7 @@ TEST(DistributeModule, RefusesWhatOthersHold) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     Mlp module;
-    const auto held = module->parameters();
+    const auto parameters = module->parameters();
     expect_error<c10::Error>(
         [&] {
           parallelize_module(*module, mesh, {{"up", ColwiseParallel()}});

@@ -24,7 +24,7 @@ help:
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
 	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
-	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
+	@echo 'make audit     build, then write docs/replicas.md: which operators take the replicated fallback (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
@@ -76,9 +76,12 @@ validate: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
 
+# By pip, but of the libraries that are built already.
 wheel:
-	@scripts/setup >/dev/null
-	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target tessera_package
+	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
+	  -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
 
 op-db: build
 	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db

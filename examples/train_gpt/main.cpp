@@ -334,7 +334,7 @@ int main(int argc, char** argv) {
   app.add_option("--seed", options.seed, "Of the first weights and of the order of the text")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", options.sequence_parallel,
-               "Cut what flows between the blocks along the sequence");
+               "Shard what flows between the blocks along the sequence");
   app.add_option("--save", options.save, "Write checkpoints into this directory, and keep the last three");
   number("--save-every", options.save_every, "Steps between them");
   app.add_option("--resume", options.resume, "Go on from the last checkpoint in this directory, on any mesh");

@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values audit operators wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -24,6 +24,7 @@ help:
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
 	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
+	@echo 'make checkpoint-faults  build, then kill saves at every call that changes the disk, damage what they wrote (minutes)'
 	@echo 'make audit     build, then write docs/replicas.md: which operators take the replicated fallback (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -63,6 +64,10 @@ test: build
 	@cd $(BUILD) && $(CHECKS) ctest --output-on-failure
 	@if [ -e $(BUILD)/python/tessera ]; then $(MAKE) --no-print-directory python-check; \
 	  else echo 'The Python package was not built, so its tests are left out.'; fi
+
+# A save is killed on each of two processes at every call that changes the disk, in each format.
+checkpoint-faults: build
+	@$(CHECKS) TESSERA_CHECKPOINT_FAULTS=all $(BUILD)/tests/checkpoint_fault_tests
 
 python-test: build python-check
 

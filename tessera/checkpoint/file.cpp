@@ -26,6 +26,7 @@ using Fault = std::function<void(std::string_view, const std::string&)>;
 std::atomic<bool> fault_is_set{false};
 std::mutex fault_mutex;
 std::shared_ptr<const Fault> file_fault;
+std::atomic<int64_t> read_count{0};
 
 /// Lets the fault act. Whether the system call may be made; if not, errno says how it failed.
 bool allow_call(std::string_view call, const std::string& path) {
@@ -120,12 +121,24 @@ bool rename_with(unsigned flags, const std::string& from, const std::string& to)
 
 bool is_unsupported(int code) { return code == EINVAL || code == ENOSYS || code == EOPNOTSUPP; }
 
+/// Brings the names in `parent` to the disk. If that fails, nobody knows which of them are there: `undo`, so that what
+/// the caller removes is not what a crash would bring back.
+template <class Undo>
+void sync_or_undo(const std::string& parent, const Undo& undo) {
+  try {
+    sync_directory(parent);
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
 /// Where a file system cannot exchange names: the old one out of the way, the new one in its place.
 void publish_in_steps(const std::string& fresh, const std::string& path, const std::string& previous) {
   const std::string parent = parent_of(path);
   if (!exists(path)) {
     if (!rename_with(0, fresh, path)) fail_with(errno, "publish the checkpoint as", path);
-    sync_directory(parent);
+    sync_or_undo(parent, [&] { ::rename(path.c_str(), fresh.c_str()); });
     return;
   }
   remove_all(previous);
@@ -138,7 +151,10 @@ void publish_in_steps(const std::string& fresh, const std::string& path, const s
     ::rename(previous.c_str(), path.c_str());
     throw;
   }
-  sync_directory(parent);
+  sync_or_undo(parent, [&] {
+    ::rename(path.c_str(), fresh.c_str());
+    ::rename(previous.c_str(), path.c_str());
+  });
   if (!rename_with(0, previous, fresh)) fail_with(errno, "move the previous checkpoint to", fresh);
   sync_directory(parent);
 }
@@ -236,6 +252,7 @@ void File::read(int64_t offset, void* data, size_t size) const {
     if (count < 0) fail_with(errno, "read", path_);
     TESSERA_CHECK(count > 0, "Could not read ", size, " bytes of ", path_, " at position ", offset,
                   ": the file has ", this->size(), " bytes. It was cut short, or is not the one meant.");
+    read_count.fetch_add(count, std::memory_order_relaxed);
     to += count;
     offset += count;
     size -= static_cast<size_t>(count);
@@ -302,6 +319,16 @@ void make_directory(const std::string& path) {
   }
 }
 
+void make_directories(const std::string& path) {
+  if (is_directory(path)) return;
+  const std::string parent = parent_of(path);
+  if (parent != path) make_directories(parent);
+  if (!allow_call("mkdir", path) || (::mkdir(path.c_str(), 0777) != 0 && errno != EEXIST)) {
+    fail_with(errno, "make the directory", path);
+  }
+  sync_directory(parent);
+}
+
 void sync_directory(const std::string& path) {
   const Descriptor descriptor(
       retry([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }));
@@ -364,17 +391,19 @@ void publish(const std::string& fresh, const std::string& path) {
   TESSERA_CHECK_VALUE(parent_of(fresh) == parent, "Cannot publish ", fresh, " as ", path,
                       ": they must lie in the same directory.");
   const std::string previous = beside(path, ".previous");
-  if (!rename_with(RENAME_NOREPLACE, fresh, path)) {
-    if (is_unsupported(errno)) {
-      publish_in_steps(fresh, path, previous);
-    } else if (errno != EEXIST) {
-      fail_with(errno, "publish the checkpoint as", path);
-    } else if (!rename_with(RENAME_EXCHANGE, fresh, path)) {
-      if (!is_unsupported(errno)) fail_with(errno, "publish the checkpoint as", path);
-      publish_in_steps(fresh, path, previous);
-    }
+  if (rename_with(RENAME_NOREPLACE, fresh, path)) {
+    sync_or_undo(parent, [&] { ::rename(path.c_str(), fresh.c_str()); });
+  } else if (is_unsupported(errno)) {
+    publish_in_steps(fresh, path, previous);
+  } else if (errno != EEXIST) {
+    fail_with(errno, "publish the checkpoint as", path);
+  } else if (rename_with(RENAME_EXCHANGE, fresh, path)) {
+    sync_or_undo(parent,
+                 [&] { ::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE); });
+  } else {
+    if (!is_unsupported(errno)) fail_with(errno, "publish the checkpoint as", path);
+    publish_in_steps(fresh, path, previous);
   }
-  sync_directory(parent);
   // What a process that ended between two steps left is older than what was just published.
   remove_all(previous);
 }
@@ -383,6 +412,29 @@ std::string resolve_checkpoint(const std::string& path) {
   if (exists(path)) return path;
   const std::string previous = beside(path, ".previous");
   return exists(previous) ? previous : path;
+}
+
+Identity::Identity(std::array<int64_t, 4> numbers, int descriptor)
+    : numbers_(numbers), descriptor_(descriptor) {}
+Identity::Identity(Identity&& other) noexcept
+    : numbers_(other.numbers_), descriptor_(std::exchange(other.descriptor_, -1)) {}
+Identity& Identity::operator=(Identity&& other) noexcept {
+  std::swap(numbers_, other.numbers_);
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+Identity::~Identity() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+Identity Identity::of(const std::string& path) {
+  Descriptor descriptor(retry([&] { return ::open(path.c_str(), O_PATH | O_CLOEXEC); }));
+  if (descriptor.value < 0) fail_with(errno, "look at", path);
+  struct stat status {};
+  if (::fstat(descriptor.value, &status) != 0) fail_with(errno, "look at", path);
+  return {{static_cast<int64_t>(status.st_dev), static_cast<int64_t>(status.st_ino), status.st_ctim.tv_sec,
+           status.st_ctim.tv_nsec},
+          descriptor.release()};
 }
 
 DirectoryLock::DirectoryLock(std::string file, int descriptor)
@@ -423,6 +475,8 @@ std::optional<DirectoryLock> DirectoryLock::try_take(const std::string& path) {
     }
   }
 }
+
+int64_t bytes_read() { return read_count.load(std::memory_order_relaxed); }
 
 uint32_t crc32c(const void* data, size_t size, uint32_t before) {
   // ISA-L takes, but does not change, a pointer to mutable bytes, and counts them in an int.

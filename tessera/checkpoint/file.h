@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -54,6 +55,8 @@ bool is_directory(const std::string& path);
 std::vector<std::string> list_directory(const std::string& path);
 /// Throws if it exists.
 void make_directory(const std::string& path);
+/// With all directories on the way to it that do not exist; the new names are on the disk when it returns.
+void make_directories(const std::string& path);
 /// Returns when the names in it are on the disk.
 void sync_directory(const std::string& path);
 /// With all that is in it; follows no links. Nothing if it does not exist.
@@ -70,7 +73,8 @@ std::string path_in(const std::string& directory, const std::string& name, const
 
 /// Makes `path` what `fresh` is, in one step: whoever looks sees the old directory or the new one, whole. Both
 /// must have the same parent. What was at `path` is at `fresh` afterwards, if there was anything. Both names are on
-/// the disk when it returns; what is in `fresh` must be before.
+/// the disk when it returns; what is in `fresh` must be before. After an error `path` is what it was, unless all that
+/// failed was to move what was there before out of the way.
 ///
 /// A file system that cannot exchange two names takes two steps, between which the old directory is at
 /// `.<name>.previous` and nothing at `path`: readers use `resolve_checkpoint`. The caller holds the DirectoryLock
@@ -80,6 +84,23 @@ void publish(const std::string& fresh, const std::string& path);
 /// Where a reader finds what was last published at `path`: `path`, or, if nothing is there since a process ended
 /// between two steps of `publish`, what was there before.
 std::string resolve_checkpoint(const std::string& path);
+
+/// What is at a path: another value if it has since been replaced, by `publish` too. It is held open, so that the system
+/// gives nothing else the same number.
+class Identity {
+ public:
+  /// Of `path`, or a link to it. Throws if nothing is there.
+  static Identity of(const std::string& path);
+  Identity(Identity&& other) noexcept;
+  Identity& operator=(Identity&& other) noexcept;
+  ~Identity();
+  bool operator==(const Identity& other) const { return numbers_ == other.numbers_; }
+
+ private:
+  Identity(std::array<int64_t, 4> numbers, int descriptor);
+  std::array<int64_t, 4> numbers_{};  // device, inode, time of the last change
+  int descriptor_ = -1;
+};
 
 /// While alive, no other process or thread that takes a lock of the same path gets one; ends with the process,
 /// however that ends.
@@ -106,6 +127,9 @@ struct SystemFailure {
 /// ("create", "write", "fsync", "rename", "exchange", "unlink", "rmdir", "mkdir") and the path ("rename" and
 /// "exchange": the new one); it may throw or end the process. For all threads; empty: none.
 void set_file_fault(std::function<void(std::string_view call, const std::string& path)> fault);
+
+/// For tests: how many bytes this process has read from files.
+int64_t bytes_read();
 
 /// The CRC32C (Castagnoli) of bytes; `before` is the checksum of what comes before them.
 uint32_t crc32c(const void* data, size_t size, uint32_t before = 0);

@@ -1,5 +1,6 @@
 #include <tessera/checkpoint/catalog_bytes.h>
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/flatten.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/local_boxes.h>
@@ -11,6 +12,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
+#include <optional>
 #include <set>
 
 #include <ATen/Functions.h>
@@ -21,26 +24,53 @@ namespace tessera::checkpoint {
 
 namespace {
 
-/// Rank 0 reads what the checkpoint holds, and sends it to the others.
-OpenCheckpoint open_together(const std::string& path, const Peers& peers) {
+/// How often a load begins anew as the checkpoint was replaced meanwhile.
+constexpr int kMaxAttempts = 20;
+
+/// A checkpoint of which rank 0 knows whether it is still the one at its path.
+struct Opened {
   OpenCheckpoint checkpoint;
+  std::optional<Identity> identity;  // on rank 0
+
+  bool is_current(const std::string& path) const {
+    try {
+      return identity && Identity::of(resolve_checkpoint(path)) == *identity;
+    } catch (const c10::Error&) {
+      return false;  // it is being replaced
+    }
+  }
+};
+
+/// Rank 0 reads what the checkpoint holds, and sends it to the others.
+Opened open_together(const std::string& path, const Peers& peers) {
+  Opened opened;
   std::string bytes;
   peers.together("Loading " + path, [&] {
     if (peers.rank() != 0) return;
-    checkpoint = open_checkpoint(path);
+    for (int attempt = 1;; ++attempt) {
+      try {
+        const std::string resolved = resolve_checkpoint(path);
+        if (exists(resolved)) opened.identity = Identity::of(resolved);
+        opened.checkpoint = open_checkpoint(path);
+        if (opened.is_current(path)) break;
+        TESSERA_CHECK(attempt < kMaxAttempts, path, " is replaced again and again while it is read.");
+      } catch (const std::exception&) {
+        if (attempt == kMaxAttempts || !opened.identity || opened.is_current(path)) throw;
+      }
+    }
     if (peers.size() == 1) return;
     sharded::ByteWriter out;
-    out.put(std::string_view(checkpoint.directory));
-    out.put(std::string_view(to_bytes(checkpoint.catalog)));
+    out.put(std::string_view(opened.checkpoint.directory));
+    out.put(std::string_view(to_bytes(opened.checkpoint.catalog)));
     bytes = out.take();
   });
   bytes = peers.broadcast(bytes);
   if (peers.rank() != 0) {
     sharded::ByteReader in(bytes, "the catalog of a checkpoint");
-    checkpoint.directory = in.get_text();
-    checkpoint.catalog = catalog_from_bytes(in.get_text());
+    opened.checkpoint.directory = in.get_text();
+    opened.checkpoint.catalog = catalog_from_bytes(in.get_text());
   }
-  return checkpoint;
+  return opened;
 }
 
 std::string text_of(const TensorEntry& tensor) {
@@ -140,10 +170,12 @@ void make_destinations(Wanted& wanted) {
   }
 }
 
-/// Collective.
-LoadReport load_into(StateDict& state, const std::string& path, const OpenCheckpoint& checkpoint,
-                     const LoadOptions& options, const Peers& peers) {
+/// Loads from what was opened, unless it was replaced before all ranks had opened their files: then nothing has been
+/// changed, and there is no report. Collective.
+std::optional<LoadReport> load_into(StateDict& state, const std::string& path, const Opened& opened,
+                                    const LoadOptions& options, const Peers& peers) {
   const at::NoGradGuard no_grad;
+  const OpenCheckpoint& checkpoint = opened.checkpoint;
   const std::string what = "Loading " + path;
   Wanted wanted;
   peers.together(what, [&] {
@@ -166,11 +198,22 @@ LoadReport load_into(StateDict& state, const std::string& path, const OpenCheckp
   ChunkFiles files(checkpoint);
   const bool is_first = peers.rank() == 0;
   const int64_t bytes = plan.bytes_read[peers.rank()];
-  peers.together(what, [&] {
+  std::exception_ptr error;
+  try {
     make_destinations(wanted);
     for (const Read& read : plan.reads) {
       if (read.reader == peers.rank()) files.locate(read.key, read.chunk);
     }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // Files that are open stay what they are. If the checkpoint is now what it was at first, all are of that one.
+  peers.all_gather("");
+  std::string state_of_path;
+  if (is_first) state_of_path = opened.is_current(path) ? "current" : "replaced";
+  if (peers.broadcast(state_of_path) == "replaced") return std::nullopt;
+  peers.together(what, [&] {
+    if (error) std::rethrow_exception(error);
     if (options.verify != Verify::First) return;
     ProgressMeter meter("verifying", bytes, options.progress, is_first);
     verify_reads(plan, peers.rank(), files, meter);
@@ -179,7 +222,6 @@ LoadReport load_into(StateDict& state, const std::string& path, const OpenCheckp
   const bool verify = options.verify == Verify::WhileLoading;
   peers.together(what + " (the state may be partly loaded)", [&] {
     ProgressMeter meter("loading", bytes, options.progress, is_first);
-    std::exception_ptr error;
     try {
       read_own(plan, peers.rank(), files, wanted.destinations, verify, meter);
     } catch (...) {
@@ -198,11 +240,26 @@ LoadReport load_into(StateDict& state, const std::string& path, const OpenCheckp
   return differences.report;
 }
 
+/// `state_for` makes, or finds, the state to load into. Collective.
+LoadReport load_together(const std::string& path, const LoadOptions& options, const Peers& peers,
+                         const std::function<StateDict&(const Catalog&)>& state_for) {
+  peers.agree("load a checkpoint", {{"path", path},
+                                    {"strict", options.strict ? "true" : "false"},
+                                    {"verify", std::to_string(static_cast<int>(options.verify))}});
+  for (int attempt = 1; attempt <= kMaxAttempts; ++attempt) {
+    const Opened opened = open_together(path, peers);
+    StateDict* state = nullptr;
+    peers.together("Loading " + path, [&] { state = &state_for(opened.checkpoint.catalog); });
+    if (auto report = load_into(*state, path, opened, options, peers)) return *report;
+  }
+  TESSERA_CHECK(false, path, " is replaced again and again while it is read.");
+}
+
 }  // namespace
 
 LoadReport load(StateDict& state, const std::string& path, const LoadOptions& options) {
   const Peers peers("checkpoint");
-  return load_into(state, path, open_together(path, peers), options, peers);
+  return load_together(path, options, peers, [&](const Catalog&) -> StateDict& { return state; });
 }
 
 LoadReport load(StateDict&& state, const std::string& path, const LoadOptions& options) {
@@ -211,20 +268,20 @@ LoadReport load(StateDict&& state, const std::string& path, const LoadOptions& o
 
 Value load(const std::string& path, const LoadOptions& options) {
   const Peers peers("checkpoint");
-  const OpenCheckpoint checkpoint = open_together(path, peers);
   StateDict state;
-  peers.together("Loading " + path, [&] {
+  load_together(path, options, peers, [&](const Catalog& catalog) -> StateDict& {
+    state = StateDict();
     // Items of lists have to be put in the order of their indices: keys sort "10" before "2".
     std::vector<const Leaf*> leaves;
-    for (const auto& [key, leaf] : checkpoint.catalog.leaves) leaves.push_back(&leaf);
+    for (const auto& [key, leaf] : catalog.leaves) leaves.push_back(&leaf);
     std::sort(leaves.begin(), leaves.end(), [](const Leaf* a, const Leaf* b) { return a->path < b->path; });
     for (const Leaf* leaf : leaves) {
       const TensorEntry* tensor = leaf->tensor();
       insert(state.values(), leaf->path,
              tensor ? Value(at::empty(tensor->shape, tensor->dtype)) : *leaf->value());
     }
+    return state;
   });
-  load_into(state, path, checkpoint, options, peers);
   return std::move(state.values());
 }
 

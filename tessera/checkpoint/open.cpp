@@ -6,6 +6,7 @@
 #include <tessera/error.h>
 
 #include <algorithm>
+#include <cstdio>
 
 namespace tessera::checkpoint {
 
@@ -17,6 +18,13 @@ bool is_safetensors(const std::string& name) {
          std::string_view(name).substr(name.size() - kEnding.size()) == kEnding;
 }
 
+/// As Tessera's format names the files that its index describes: without it, nobody knows whether all are there.
+bool needs_index(const std::string& name) {
+  int rank = 0, number = 0, end = 0;
+  return std::sscanf(name.c_str(), "data_%5d_%d.safetensors%n", &rank, &number, &end) == 2 &&
+         end == static_cast<int>(name.size());
+}
+
 }  // namespace
 
 std::optional<Format> find_format(const std::string& path) {
@@ -25,6 +33,7 @@ std::optional<Format> find_format(const std::string& path) {
   if (exists(path + "/" + kIndexFile)) return Format::Tessera;
   if (exists(path + "/" + kDCPMetadataFile)) return Format::DCP;
   const auto names = list_directory(path);
+  if (std::any_of(names.begin(), names.end(), needs_index)) return std::nullopt;
   if (std::any_of(names.begin(), names.end(), is_safetensors)) return Format::HuggingFace;
   return std::nullopt;
 }

@@ -1,9 +1,11 @@
 #include <tessera/checkpoint/peers.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
+#include <tessera/sharded/bytes.h>
 
 #include <cstring>
 #include <exception>
+#include <set>
 
 #include <ATen/Functions.h>
 #include <c10/util/irange.h>
@@ -76,6 +78,32 @@ void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<
   comm::all_to_all(received, sent, group_).wait();
 }
 
+void Peers::agree(const std::string& task,
+                  const std::vector<std::pair<std::string, std::string>>& options) const {
+  sharded::ByteWriter out;
+  out.put(std::string_view(task));
+  for (const auto& [name, text] : options) out.put(std::string_view(text));
+  const auto all = all_gather(out.take());
+  const auto texts_of = [](std::string_view bytes, size_t count) {
+    sharded::ByteReader in(bytes, "what a rank came for");
+    std::vector<std::string> texts;
+    while (texts.size() < count) texts.emplace_back(in.get_text());
+    return texts;
+  };
+  for (const int64_t rank : c10::irange(size_)) {
+    const std::string first = texts_of(all[0], 1)[0], other = texts_of(all[rank], 1)[0];
+    TESSERA_CHECK_VALUE(first == other, "Rank 0 came to ", first, ", but rank ", rank, " to ", other,
+                        ". All ranks must do it together.");
+  }
+  for (const int64_t rank : c10::irange(size_)) {
+    const auto first = texts_of(all[0], options.size() + 1), other = texts_of(all[rank], options.size() + 1);
+    for (const auto i : c10::irange(options.size()))
+      TESSERA_CHECK_VALUE(first[i + 1] == other[i + 1], "All ranks must ", task, " with the same ",
+                          options[i].first, ", but it is ", first[i + 1], " on rank 0 and ", other[i + 1],
+                          " on rank ", rank, ".");
+  }
+}
+
 void Peers::together(const std::string& what, const std::function<void()>& work) const {
   std::exception_ptr error;
   try {
@@ -87,14 +115,21 @@ void Peers::together(const std::string& what, const std::function<void()>& work)
     if (error) std::rethrow_exception(error);
     return;
   }
-  const auto failures = all_gather(error ? "!" + message_of(error) : "");
+  std::vector<std::string> failures;
+  try {
+    failures = all_gather(error ? "!" + message_of(error) : "");
+  } catch (const std::exception&) {
+    const std::string lost = message_of(std::current_exception());
+    TESSERA_CHECK(!error, what, " failed on rank ", rank_, ": ", message_of(error),
+                  "\nThe other ranks could not be told: ", lost);
+    TESSERA_CHECK(false, what, " failed, as another rank did not answer: ", lost);
+  }
   std::string message;
+  std::set<std::string> said;  // the same on many ranks is said once
   for (const int64_t rank : c10::irange(size_)) {
-    if (failures[rank].empty()) continue;
-    // The same on many ranks is said once.
-    const std::string reason = failures[rank].substr(1);
-    if (message.find(reason) != std::string::npos) continue;
-    message += c10::str(message.empty() ? "" : "\n", what, " failed on rank ", rank, ": ", reason);
+    if (failures[rank].empty() || !said.insert(failures[rank]).second) continue;
+    message +=
+        c10::str(message.empty() ? "" : "\n", what, " failed on rank ", rank, ": ", failures[rank].substr(1));
   }
   TESSERA_CHECK(message.empty(), message);
 }

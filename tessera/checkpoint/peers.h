@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -29,6 +30,10 @@ class Peers {
   std::string broadcast(const std::string& bytes) const;
   /// received[r] = rank r's sent[this rank]: byte tensors whose sizes both sides know. Collective.
   void exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const;
+
+  /// Throws on every rank unless all came for the same `task`, with the same options: names and texts, the same names on
+  /// every rank that has the same task. Collective.
+  void agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) const;
 
   /// Calls `work`. If it threw on any rank, throws on every rank, saying `what` failed, on which rank and why.
   /// Collective.

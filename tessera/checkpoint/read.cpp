@@ -160,34 +160,63 @@ void ChunkFiles::read(const Located& located, int64_t begin, int64_t end, char* 
   }
 }
 
+ArchiveCheck::ArchiveCheck(const ChunkFiles::Located& chunk, const Read& read, bool verify)
+    : chunk_(chunk),
+      is_needed_(verify && chunk.crc32 && read.begin == 0 &&
+                 read.end == byte_count(chunk.chunk->sizes, chunk.tensor->dtype, chunk.key)) {}
+
+void ArchiveCheck::add(const char* data, int64_t size) {
+  if (is_needed_) crc32_ = zip_crc32(data, static_cast<size_t>(size), crc32_);
+}
+
+void ArchiveCheck::finish() const {
+  TESSERA_CHECK(!is_needed_ || crc32_ == *chunk_.crc32, chunk_.file->path(),
+                " is damaged: the elements of tensor '", chunk_.key, "' at byte ", chunk_.offset,
+                " do not have the checksum that their archive says. Load another checkpoint.");
+}
+
 bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter) {
   Read all;
   all.end = byte_count(chunk.chunk->sizes, chunk.tensor->dtype, chunk.key);
+  ArchiveCheck archive(chunk, all, /*verify=*/true);
   std::vector<char> buffer;
-  uint32_t crc32 = 0;
   for_each_window(all, block_of(chunk), [&](int64_t begin, int64_t end) {
     buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
     ChunkFiles::read(chunk, begin, end, buffer.data(), /*verify=*/true);
-    if (chunk.crc32) crc32 = zip_crc32(buffer.data(), static_cast<size_t>(end - begin), crc32);
+    archive.add(buffer.data(), end - begin);
     meter.add(end - begin);
   });
-  TESSERA_CHECK(!chunk.crc32 || crc32 == *chunk.crc32, chunk.file->path(), " is damaged: the ", all.end,
-                " bytes of tensor '", chunk.key, "' at ", chunk.offset,
-                " do not have the checksum that the archive says.");
+  archive.finish();
   return chunk.crc32 || chunk.chunk->checksums;
 }
 
 void verify_reads(const LoadPlan& plan, int64_t rank, ChunkFiles& files, ProgressMeter& meter) {
   std::vector<char> buffer;
-  for (const Read& read : plan.reads) {
-    if (read.reader != rank) continue;
-    const ChunkFiles::Located& located = files.locate(read.key, read.chunk);
-    if (!located.chunk->checksums) continue;
-    for_each_window(read, block_of(located), [&](int64_t begin, int64_t end) {
-      buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
-      ChunkFiles::read(located, begin, end, buffer.data(), /*verify=*/true);
-      meter.add(end - begin);
-    });
+  for (size_t first = 0, end = 0; first < plan.reads.size(); first = end) {
+    const std::string& key = plan.reads[first].key;
+    const size_t index = plan.reads[first].chunk;
+    int64_t bytes = 0;
+    for (end = first; end < plan.reads.size() && plan.reads[end].key == key && plan.reads[end].chunk == index;
+         ++end)
+      bytes += plan.reads[end].bytes();
+    const TensorEntry& tensor = files.tensor(key);
+    const Chunk& chunk = tensor.chunks[index];
+    if (!chunk.checksums) {
+      // What has one checksum is read by one rank, whoever loads it, unless that would be more than all of them need.
+      const bool is_mine =
+          plan.reads[first].reader == rank && bytes == byte_count(chunk.sizes, tensor.dtype, key);
+      if (is_mine && files.locate(key, index).crc32) verify_chunk(files.locate(key, index), meter);
+      continue;
+    }
+    for (size_t i = first; i < end; ++i) {
+      if (plan.reads[i].reader != rank) continue;
+      const ChunkFiles::Located& located = files.locate(key, index);
+      for_each_window(plan.reads[i], block_of(located), [&](int64_t from, int64_t to) {
+        buffer.resize(std::max(buffer.size(), static_cast<size_t>(to - from)));
+        ChunkFiles::read(located, from, to, buffer.data(), /*verify=*/true);
+        meter.add(to - from);
+      });
+    }
   }
 }
 
@@ -201,16 +230,20 @@ void read_own(const LoadPlan& plan, int64_t rank, ChunkFiles& files, const Desti
     const auto element_size = static_cast<int64_t>(c10::elementSize(located.tensor->dtype));
     const auto& mine = destinations.at(read.key);
     const auto& runs = runs_of_rank.of(read.key, read.chunk, *located.chunk, boxes_of(mine));
+    ArchiveCheck archive(located, read, verify);
     for_each_window(read, block_of(located), [&](int64_t begin, int64_t end) {
       if (char* memory = direct_memory(begin, end, element_size, runs, mine)) {
         ChunkFiles::read(located, begin, end, memory, verify);
+        archive.add(memory, end - begin);
       } else {
         buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
         ChunkFiles::read(located, begin, end, buffer.data(), verify);
+        archive.add(buffer.data(), end - begin);
         unpack(buffer.data(), begin, end, element_size, runs, mine);
       }
       meter.add(end - begin);
     });
+    archive.finish();
   }
 }
 
@@ -262,6 +295,9 @@ void read_shared(const LoadPlan& plan, const std::vector<Description>& ranks, co
         const auto element_size = static_cast<int64_t>(c10::elementSize(located.tensor->dtype));
         buffer.resize(std::max(buffer.size(), static_cast<size_t>(read->bytes())));
         ChunkFiles::read(located, read->begin, read->end, buffer.data(), verify);
+        ArchiveCheck archive(located, *read, verify);
+        archive.add(buffer.data(), read->bytes());
+        archive.finish();
         for (const int64_t other : read->needed_by) {
           if (other == rank) {
             const auto& mine = destinations.at(read->key);

@@ -48,6 +48,21 @@ class ChunkFiles {
   std::map<std::pair<std::string, size_t>, Located> located_;
 };
 
+/// Compares the checksum that an archive has of all of a chunk's elements, if they are read from the first to the last.
+class ArchiveCheck {
+ public:
+  ArchiveCheck(const ChunkFiles::Located& chunk, const Read& read, bool verify);
+  /// What was read next.
+  void add(const char* data, int64_t size);
+  /// Throws if it is not what was written.
+  void finish() const;
+
+ private:
+  const ChunkFiles::Located& chunk_;
+  bool is_needed_;
+  uint32_t crc32_ = 0;
+};
+
 /// Reads all of a chunk and compares its checksums; throws as `ChunkFiles::read`. Whether it has any.
 bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter);
 
@@ -58,7 +73,8 @@ struct Destination {
 };
 using Destinations = std::map<std::string, std::vector<Destination>>;  // by key
 
-/// Compares the checksums of all that this rank is to read.
+/// Compares the checksums of all that this rank is to read. A chunk that has but one, in an archive, is read by the first
+/// of its readers, if all of it is needed.
 void verify_reads(const LoadPlan& plan, int64_t rank, ChunkFiles& files, ProgressMeter& meter);
 
 /// Reads what only this rank needs.

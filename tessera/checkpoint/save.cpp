@@ -1,6 +1,8 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/dcp.h>
 #include <tessera/checkpoint/flatten.h>
+#include <tessera/checkpoint/huggingface.h>
+#include <tessera/checkpoint/inspect.h>
 #include <tessera/checkpoint/local_boxes.h>
 #include <tessera/checkpoint/native.h>
 #include <tessera/checkpoint/open.h>
@@ -13,11 +15,13 @@
 #include <tessera/sharded/bytes.h>
 
 #include <algorithm>
-#include <filesystem>
+#include <cstdio>
+#include <functional>
 #include <future>
 #include <iostream>
 #include <mutex>
 #include <optional>
+#include <random>
 
 #include <ATen/Functions.h>
 #include <c10/util/hash.h>
@@ -42,11 +46,9 @@ struct SaveJob {
   }
 };
 
-/// The tensor with its partial values reduced. Collective on the tensor's mesh.
+/// The distributed tensor with its partial values reduced. Collective on its mesh.
 at::Tensor reduced(const at::Tensor& tensor) {
-  if (!DTensor::is_dtensor(tensor)) return tensor;
   const DTensor distributed(tensor);
-  if (!distributed.spec().has_partial()) return tensor;
   Placements placements = distributed.placements();
   for (Placement& placement : placements) {
     if (placement.is_partial()) placement = Replicate();
@@ -56,8 +58,8 @@ at::Tensor reduced(const at::Tensor& tensor) {
 
 /// This rank's last plan, which holds as long as no rank's description changes.
 struct LastPlan {
-  std::string description;
-  uint64_t id = 0;  // of the descriptions of all ranks
+  std::string description;  // with the rank, and how many there are
+  uint64_t id = 0;          // of the descriptions of all ranks
   std::shared_ptr<const SavePlan> plan;
   SavePlanCacheInfo info;
 };
@@ -70,12 +72,14 @@ LastPlan& last_plan() {
 /// Collective.
 std::shared_ptr<const SavePlan> make_plan(const Description& description, const Peers& peers) {
   LastPlan& last = last_plan();
+  // Another world may have ranks with the same descriptions, in another order.
   const std::string mine = to_bytes(description);
+  const std::string known_as = c10::str(peers.rank(), " of ", peers.size(), ": ", mine);
   sharded::ByteWriter id;
-  id.put(mine == last.description ? last.id : uint64_t{0});
+  id.put(known_as == last.description ? last.id : uint64_t{0});
   const auto ids = peers.all_gather(id.take());
   const bool is_known =
-      last.plan && mine == last.description &&
+      last.plan && known_as == last.description &&
       std::all_of(ids.begin(), ids.end(), [&](const std::string& other) { return other == ids[0]; });
   if (is_known) {
     ++last.info.hits;
@@ -90,7 +94,7 @@ std::shared_ptr<const SavePlan> make_plan(const Description& description, const 
     hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
   }
   last.plan = std::make_shared<SavePlan>(plan_save(descriptions));
-  last.description = mine;
+  last.description = known_as;
   last.id = hash | 1;
   return last.plan;
 }
@@ -104,83 +108,180 @@ at::Tensor part_of(const LocalBoxView& box, const ChunkBox& wanted) {
   return result;
 }
 
-/// Collective.
+/// Whether its values have to be reduced before they are saved, with the other ranks of its mesh.
+bool has_partial(const at::Tensor& tensor) {
+  return DTensor::is_dtensor(tensor) && DTensor(tensor).spec().has_partial();
+}
+
+/// Collective. `take_elements` is called with the job when it is complete but for what it may do to the elements.
 SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptions& options,
-                const Peers& peers) {
+                const Peers& peers, const std::function<void(SaveJob&)>& take_elements = {}) {
   const at::NoGradGuard no_grad;
+  peers.agree("save a checkpoint", {{"path", path},
+                                    {"format", format_name(options.format)},
+                                    {"keep_last", std::to_string(options.keep_last)},
+                                    {"file_limit", std::to_string(options.file_limit)}});
   TESSERA_CHECK_VALUE(!path.empty(), "The path of a checkpoint must not be empty.");
   TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
                       "keep_last must not be negative, and file_limit must be positive.");
+  const std::string what = "Saving to " + path;
   SaveJob job{path, options, nullptr, {}};
   Value values = state.values();
+  std::map<std::string, StateLeaf> leaves;
   std::map<std::string, LocalTensor> local;
   Description mine;
-  peers.together("Saving to " + path, [&] {
-    for (const auto& [key, leaf] : flatten(values)) {
+  peers.together(what, [&] {
+    leaves = flatten(values);
+    for (const auto& [key, leaf] : leaves) {
       LeafDescription& description = mine[key];
       description.path = leaf.path;
       description.is_tensor = leaf.value->is_tensor();
       if (!description.is_tensor) {
         description.value = value_to_json(*leaf.value);
-        continue;
+      } else if (!has_partial(leaf.value->tensor())) {
+        local[key] = local_boxes(key, leaf.value->tensor());
       }
-      LocalTensor& tensor = local[key] = local_boxes(key, reduced(leaf.value->tensor()));
-      description.shape = tensor.shape;
-      description.dtype = tensor.dtype;
-      for (const LocalBoxView& box : tensor.boxes)
-        description.boxes.push_back({box.offsets, box.elements.sizes().vec()});
     }
   });
+  // Only when all ranks have looked at all that they have: a rank that failed would not come to reduce.
+  for (const auto& [key, leaf] : leaves) {
+    if (leaf.value->is_tensor() && has_partial(leaf.value->tensor()))
+      local[key] = local_boxes(key, reduced(leaf.value->tensor()));
+  }
+  for (const auto& [key, tensor] : local) {
+    LeafDescription& description = mine[key];
+    description.shape = tensor.shape;
+    description.dtype = tensor.dtype;
+    for (const LocalBoxView& box : tensor.boxes)
+      description.boxes.push_back({box.offsets, box.elements.sizes().vec()});
+  }
   job.plan = make_plan(mine, peers);
-  for (const Write& write : job.plan->writes[peers.rank()])
-    job.elements.push_back({write, part_of(local.at(write.key).boxes[write.source], write.box)});
+  peers.together(what, [&] {
+    for (const Write& write : job.plan->writes[peers.rank()])
+      job.elements.push_back({write, part_of(local.at(write.key).boxes[write.source], write.box)});
+    if (take_elements) take_elements(job);
+  });
   return job;
 }
 
-/// The directory that a checkpoint is written into before it is published.
-std::string fresh_name(const std::string& path) { return beside(path, ".saving"); }
+/// Directories that checkpoints are written into before they are published, and those that are on their way out:
+/// ".<name>.saving.<16 digits>". Each has other digits, so that a process that is left over from a save that was given
+/// up cannot write into the next one.
+constexpr std::string_view kFreshMiddle = ".saving.";
+constexpr size_t kFreshDigits = 16;
+
+std::string name_in_path(const std::string& path) {
+  const std::string trimmed = path.substr(0, path.find_last_not_of('/') + 1);
+  return trimmed.substr(trimmed.rfind('/') + 1);
+}
+
+std::string fresh_name(const std::string& path) {
+  std::random_device random;
+  char digits[kFreshDigits + 1];
+  std::snprintf(digits, sizeof digits, "%08x%08x", random(), random());
+  return beside(path, c10::str(kFreshMiddle, digits));
+}
+
+/// The name of the checkpoint that such a directory was made for; nothing of others.
+std::optional<std::string> name_of_fresh(const std::string& name) {
+  const size_t tail = kFreshMiddle.size() + kFreshDigits;
+  if (name.size() <= tail + 1 || name.front() != '.') return std::nullopt;
+  const std::string_view end = std::string_view(name).substr(name.size() - tail);
+  if (!end.starts_with(kFreshMiddle) ||
+      end.find_first_not_of("0123456789abcdef", kFreshMiddle.size()) != std::string_view::npos)
+    return std::nullopt;
+  return name.substr(1, name.size() - tail - 1);
+}
+
+/// "step-100" and "step-7" are of one series, and have the numbers 100 and 7.
+std::pair<std::string, std::string> series_and_number(const std::string& name) {
+  const size_t end = name.find_last_of("0123456789");
+  if (end == std::string::npos) return {name, ""};
+  const size_t before = name.find_last_not_of("0123456789", end);
+  const size_t begin = before == std::string::npos ? 0 : before + 1;
+  std::string number = name.substr(begin, end + 1 - begin);
+  number.erase(0, std::min(number.find_first_not_of('0'), number.size() - 1));
+  return {name.substr(0, begin) + "#" + name.substr(end + 1), number};
+}
+
+/// Removes what saves that were killed left, of this checkpoint, whose lock the caller holds, and of others of its
+/// series that nobody is saving.
+void remove_left_over(const std::string& path) {
+  const std::string directory = parent_of(path), mine = name_in_path(path);
+  for (const std::string& name : list_directory(directory)) {
+    const auto made_for = name_of_fresh(name);
+    if (!made_for || series_and_number(*made_for).first != series_and_number(mine).first) continue;
+    std::optional<DirectoryLock> lock;
+    if (*made_for != mine) lock = DirectoryLock::try_take(directory + "/" + *made_for);
+    if (*made_for == mine || lock) remove_all(directory + "/" + name);
+  }
+}
+
+/// Whether a checkpoint of that format has files of that name.
+bool is_file_of(Format format, const std::string& name) {
+  switch (format) {
+    case Format::Tessera:
+      return name == kIndexFile || name.ends_with(".safetensors");
+    case Format::HuggingFace:
+      return name == kHuggingFaceIndexFile || name.ends_with(".safetensors");
+    case Format::DCP:
+      return name == kDCPMetadataFile || name.ends_with(".distcp");
+  }
+  return false;
+}
 
 /// Throws if something is at `path` that is not ours to remove.
 void check_replaceable(const std::string& path) {
   if (!exists(path)) return;
   TESSERA_CHECK(is_directory(path), path, " is a file. A checkpoint is a directory: choose another path.");
+  const auto names = list_directory(path);
+  const auto format = find_format(path);
   TESSERA_CHECK(
-      list_directory(path).empty() || find_format(path), path,
+      names.empty() || format, path,
       " is a directory that holds something else than a checkpoint. Choose another path, or remove it.");
+  for (const std::string& name : names)
+    TESSERA_CHECK(is_file_of(*format, name) && !is_directory(path + "/" + name), path,
+                  " is a checkpoint, but also holds ", name,
+                  ", which would be lost. Choose another path, or move that away.");
 }
 
 /// What only rank 0 does: it holds the lock, makes the directory, and publishes it.
 class Publisher {
  public:
-  explicit Publisher(std::string path) : path_(std::move(path)), fresh_(fresh_name(path_)) {}
+  explicit Publisher(std::string path) : path_(std::move(path)) {}
   /// What was not published goes.
   ~Publisher() {
     try {
-      if (lock_) remove_all(fresh_);
+      if (lock_ && !fresh_.empty()) remove_all(fresh_);
     } catch (const std::exception& error) {
       std::cerr << "tessera: " << error.what() << "\n";
     }
   }
 
   void begin() {
-    std::filesystem::create_directories(parent_of(path_));
+    make_directories(parent_of(path_));
     lock_ = DirectoryLock::try_take(path_);
     TESSERA_CHECK(lock_, "Another save into ", path_, " is under way. Wait for it, or choose another path.");
     check_replaceable(path_);
-    remove_all(fresh_);  // of a save that was killed
+    remove_left_over(path_);
+    fresh_ = fresh_name(path_);
     make_directory(fresh_);
   }
+
+  /// The directory to write into.
+  const std::string& fresh() const { return fresh_; }
 
   void publish_now() {
     sync_directory(fresh_);
     publish(fresh_, path_);
-    remove_all(fresh_);  // what was there before
-    lock_.reset();
   }
+
+  /// Of what `publish_now` has left: what was there before, and older checkpoints.
+  void clean_up(int64_t keep_last);
 
  private:
   const std::string path_;
-  const std::string fresh_;
+  std::string fresh_;
   std::optional<DirectoryLock> lock_;
 };
 
@@ -202,17 +303,6 @@ Catalog complete(const SavePlan& plan, const std::vector<std::string>& written) 
   return catalog;
 }
 
-/// "step-100" and "step-7" are of one series, and have the numbers 100 and 7.
-std::pair<std::string, std::string> series_and_number(const std::string& name) {
-  const size_t end = name.find_last_of("0123456789");
-  if (end == std::string::npos) return {name, ""};
-  const size_t before = name.find_last_not_of("0123456789", end);
-  const size_t begin = before == std::string::npos ? 0 : before + 1;
-  std::string number = name.substr(begin, end + 1 - begin);
-  number.erase(0, std::min(number.find_first_not_of('0'), number.size() - 1));
-  return {name.substr(0, begin) + "#" + name.substr(end + 1), number};
-}
-
 bool less_number(const std::string& a, const std::string& b) {
   return a.size() != b.size() ? a.size() < b.size() : a < b;
 }
@@ -220,24 +310,35 @@ bool less_number(const std::string& a, const std::string& b) {
 void remove_older(const std::string& path, int64_t keep_last) {
   if (keep_last == 0) return;
   const std::string directory = parent_of(path);
-  const auto [series, number] =
-      series_and_number(std::filesystem::path(path + "/").parent_path().filename().string());
+  const auto [series, number] = series_and_number(name_in_path(path));
   if (number.empty()) return;
   std::vector<std::pair<std::string, std::string>> others;  // number, path
   for (const std::string& name : list_directory(directory)) {
     const auto [other_series, other_number] = series_and_number(name);
     const std::string other = directory + "/" + name;
-    if (other_series == series && is_directory(other) && find_format(other))
+    if (other_series == series && name != name_in_path(path) && is_directory(other) && find_format(other))
       others.emplace_back(other_number, other);
   }
   std::sort(others.begin(), others.end(),
             [](const auto& a, const auto& b) { return less_number(b.first, a.first); });
-  for (size_t i = static_cast<size_t>(keep_last); i < others.size(); ++i) {
+  for (size_t i = static_cast<size_t>(keep_last) - 1; i < others.size(); ++i) {
+    const auto lock = DirectoryLock::try_take(others[i].second);
+    if (!lock) continue;  // somebody saves there
     // Out of sight first, so that nobody finds it half removed.
     const std::string gone = fresh_name(others[i].second);
-    remove_all(gone);
     publish(others[i].second, gone);
     remove_all(gone);
+  }
+}
+
+void Publisher::clean_up(int64_t keep_last) {
+  try {
+    remove_all(fresh_);
+    lock_.reset();
+    remove_older(path_, keep_last);
+  } catch (const c10::Error& error) {
+    TESSERA_CHECK(false, "The checkpoint is saved, but older ones could not be removed: ",
+                  error.what_without_backtrace());
   }
 }
 
@@ -245,11 +346,13 @@ void remove_older(const std::string& path, int64_t keep_last) {
 void execute(const SaveJob& job, const Peers& peers) {
   const bool is_first = peers.rank() == 0;
   const std::string what = "Saving to " + job.path;
-  const std::string fresh = fresh_name(job.path);
   Publisher publisher(job.path);
-  std::optional<HuggingFaceFiles> files;
   peers.together(what, [&] {
     if (is_first) publisher.begin();
+  });
+  const std::string fresh = peers.broadcast(publisher.fresh());
+  std::optional<HuggingFaceFiles> files;
+  peers.together(what, [&] {
     if (job.options.format == Format::HuggingFace) {
       files.emplace(fresh, job.plan->catalog, job.options.file_limit);
       if (is_first) files->create();
@@ -286,7 +389,7 @@ void execute(const SaveJob& job, const Peers& peers) {
                  is_dcp ? write_dcp_metadata(catalog, values) : write_index(catalog));
     }
     publisher.publish_now();
-    remove_older(job.path, job.options.keep_last);
+    publisher.clean_up(job.options.keep_last);
   });
 }
 
@@ -404,9 +507,9 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
     const Blocking blocking;
     last.wait();
   }
-  SaveJob job = prepare(state, path, options, Peers("checkpoint"));
   at::Tensor memory;
-  take_snapshot(job, memory);
+  SaveJob job = prepare(state, path, options, Peers("checkpoint"),
+                        [&](SaveJob& complete) { take_snapshot(complete, memory); });
   const std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
   last = std::async(std::launch::async, [job = std::move(job), memory, world,
                                          peers = Peers("checkpoint in the background")] {

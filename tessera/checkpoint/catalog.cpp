@@ -2,6 +2,8 @@
 #include <tessera/error.h>
 #include <tessera/sharded/boxes.h>
 
+#include <optional>
+
 #include <c10/util/irange.h>
 
 namespace tessera::checkpoint {
@@ -16,31 +18,45 @@ std::string box_text(const Chunk& chunk) {
   return c10::str("[", c10::Join(", ", chunk.offsets), "]+[", c10::Join(", ", chunk.sizes), "]");
 }
 
-void check_chunk(const std::string& key, const TensorEntry& tensor, const Chunk& chunk) {
-  const std::string what = c10::str("The chunk ", box_text(chunk), " of tensor '", key, "' in ", chunk.file);
-  TESSERA_CHECK(chunk.offsets.size() == tensor.shape.size() && chunk.sizes.size() == tensor.shape.size(),
-                what, " has another number of dims than the tensor's shape [", c10::Join(", ", tensor.shape),
-                "].");
+/// Nothing if a size is negative, or if 64 bits cannot count the bytes.
+std::optional<int64_t> count_bytes(c10::ArrayRef<int64_t> sizes, c10::ScalarType dtype) {
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  bool is_empty = false, overflows = false;
+  for (const int64_t size : sizes) {
+    if (size < 0) return std::nullopt;
+    is_empty = is_empty || size == 0;
+    overflows = overflows || __builtin_mul_overflow(bytes, size, &bytes);
+  }
+  if (is_empty) return 0;
+  return overflows ? std::nullopt : std::optional(bytes);
+}
+
+/// What is wrong with a chunk; empty if nothing is.
+std::string fault_of(const TensorEntry& tensor, const Chunk& chunk) {
+  if (chunk.offsets.size() != tensor.shape.size() || chunk.sizes.size() != tensor.shape.size())
+    return c10::str("has another number of dims than the tensor's shape [", c10::Join(", ", tensor.shape),
+                    "]");
   for (const auto dim : c10::irange(tensor.shape.size())) {
     const int64_t offset = chunk.offsets[dim];
     const int64_t size = chunk.sizes[dim];
-    TESSERA_CHECK(offset >= 0 && size > 0 && offset <= tensor.shape[dim] - size, what,
-                  " does not lie in the tensor's shape [", c10::Join(", ", tensor.shape), "].");
+    if (offset < 0 || size <= 0 || offset > tensor.shape[dim] - size)
+      return c10::str("does not lie in the tensor's shape [", c10::Join(", ", tensor.shape), "]");
   }
-  const int64_t bytes = byte_count(chunk.sizes, tensor.dtype, what);
-  TESSERA_CHECK(chunk.offset >= 0 && chunk.length >= 0, what, " has a negative position or length.");
+  // It lies in the tensor, whose bytes could be counted.
+  const int64_t bytes = *count_bytes(chunk.sizes, tensor.dtype);
   int64_t end = 0;
-  TESSERA_CHECK(!__builtin_add_overflow(chunk.offset, chunk.length, &end), what, " ends beyond 64 bits.");
-  TESSERA_CHECK(chunk.container == Container::Raw ? chunk.length == bytes : chunk.length >= bytes, what,
-                " has ", chunk.length, " bytes, but its elements take ", bytes, ".");
-  if (chunk.checksums) {
-    const int64_t block = chunk.checksums->block;
-    TESSERA_CHECK(block > 0 && block % 16 == 0, what, " has checksums of blocks of ", block,
-                  " bytes, which is no multiple of 16.");
-    const size_t blocks = static_cast<size_t>((chunk.length - 1) / block + 1);
-    TESSERA_CHECK(chunk.checksums->crc32c.size() == blocks, what, " has ", chunk.checksums->crc32c.size(),
-                  " checksums, but ", blocks, " blocks.");
-  }
+  if (chunk.offset < 0 || chunk.length < 0) return "has a negative position or length";
+  if (__builtin_add_overflow(chunk.offset, chunk.length, &end)) return "ends beyond 64 bits";
+  if (chunk.container == Container::Raw ? chunk.length != bytes : chunk.length < bytes)
+    return c10::str("has ", chunk.length, " bytes, but its elements take ", bytes);
+  if (!chunk.checksums) return "";
+  const int64_t block = chunk.checksums->block;
+  if (block <= 0 || block % 16 != 0)
+    return c10::str("has checksums of blocks of ", block, " bytes, which is no multiple of 16");
+  const size_t blocks = static_cast<size_t>((chunk.length - 1) / block + 1);
+  if (chunk.checksums->crc32c.size() != blocks)
+    return c10::str("has ", chunk.checksums->crc32c.size(), " checksums, but ", blocks, " blocks");
+  return "";
 }
 
 void check_tensor(const std::string& key, const TensorEntry& tensor) {
@@ -53,10 +69,12 @@ void check_tensor(const std::string& key, const TensorEntry& tensor) {
   std::vector<Box> boxes;
   int64_t total = 0;
   for (const Chunk& chunk : tensor.chunks) {
-    check_chunk(key, tensor, chunk);
+    const std::string fault = fault_of(tensor, chunk);
+    TESSERA_CHECK(fault.empty(), "The chunk ", box_text(chunk), " of tensor '", key, "' in ", chunk.file, " ",
+                  fault, ".");
     boxes.push_back(box_of(chunk));
     // None is larger than the tensor, so that the sum would have to pass `bytes` before it could overflow.
-    total += byte_count(chunk.sizes, tensor.dtype, key);
+    total += *count_bytes(chunk.sizes, tensor.dtype);
     TESSERA_CHECK(total <= bytes, "The chunks of tensor '", key, "' hold more elements than its shape [",
                   c10::Join(", ", tensor.shape), "] has.");
   }
@@ -88,18 +106,10 @@ std::string key_of(const Path& path) {
 }
 
 int64_t byte_count(c10::ArrayRef<int64_t> sizes, c10::ScalarType dtype, const std::string& what) {
-  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  bool empty = false;
-  for (const int64_t size : sizes) {
-    TESSERA_CHECK(size >= 0, what, " has a negative size: [", c10::Join(", ", sizes), "].");
-    empty = empty || size == 0;
-  }
-  if (empty) return 0;
-  for (const int64_t size : sizes) {
-    TESSERA_CHECK(!__builtin_mul_overflow(bytes, size, &bytes), what,
-                  " has more bytes than 64 bits can count: [", c10::Join(", ", sizes), "].");
-  }
-  return bytes;
+  const auto bytes = count_bytes(sizes, dtype);
+  TESSERA_CHECK(bytes, what, " has a negative size, or more bytes than 64 bits can count: [",
+                c10::Join(", ", sizes), "].");
+  return *bytes;
 }
 
 void check(const Catalog& catalog) {

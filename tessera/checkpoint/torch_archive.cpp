@@ -355,7 +355,7 @@ constexpr int64_t kTensorPickleLimit = 1 << 20;
 ByteRange find_payload(const ArchiveReader& archive, c10::ScalarType dtype, c10::ArrayRef<int64_t> sizes) {
   archive.check_byte_order();
   const std::string bytes = archive.content(archive.need("data.pkl"), kTensorPickleLimit);
-  const SavedTensor tensor = parse_saved_tensor({bytes, tensor_dialect(), archive.what() + ", in data.pkl"});
+  const SavedTensor tensor = parse_saved_tensor({bytes, tensor_dialect(), archive.what()});
   archive.check(tensor.dtype == dtype, "holds a tensor of dtype ", torch_dtype_name(tensor.dtype),
                 ", but should hold one of ", torch_dtype_name(dtype));
   archive.check(sizes.equals(tensor.sizes), "holds a tensor of shape [", c10::Join(", ", tensor.sizes),
@@ -594,7 +594,7 @@ ByteRange find_torch_payload(std::string_view archive, c10::ScalarType dtype, c1
 Value read_torch_value(std::string_view archive, const std::string& what) {
   const ArchiveReader reader(reader_of(archive), static_cast<int64_t>(archive.size()), what);
   const std::string bytes = reader.content(reader.need("data.pkl"), std::numeric_limits<int64_t>::max());
-  return pickle::to_value({bytes, pickle::value_dialect(), what + ", in data.pkl,"});
+  return pickle::to_value({bytes, pickle::value_dialect(), what});
 }
 
 TorchArchive make_torch_archive(c10::ScalarType dtype, c10::ArrayRef<int64_t> sizes, int64_t length,

@@ -4,6 +4,7 @@
 #include <tessera/error.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <isa-l/crc.h>
@@ -20,31 +21,33 @@ struct TorchDtype {
   std::string_view storage;  // the storage's class; empty if tensors of it have an untyped one
 };
 
-using enum c10::ScalarType;
-constexpr TorchDtype kTorchDtypes[] = {
-    {Double, "torch.float64", "torch.DoubleStorage"},
-    {Float, "torch.float32", "torch.FloatStorage"},
-    {Half, "torch.float16", "torch.HalfStorage"},
-    {BFloat16, "torch.bfloat16", "torch.BFloat16Storage"},
-    {Long, "torch.int64", "torch.LongStorage"},
-    {Int, "torch.int32", "torch.IntStorage"},
-    {Short, "torch.int16", "torch.ShortStorage"},
-    {Char, "torch.int8", "torch.CharStorage"},
-    {Byte, "torch.uint8", "torch.ByteStorage"},
-    {Bool, "torch.bool", "torch.BoolStorage"},
-    {ComplexDouble, "torch.complex128", "torch.ComplexDoubleStorage"},
-    {ComplexFloat, "torch.complex64", "torch.ComplexFloatStorage"},
-    {ComplexHalf, "torch.complex32", ""},
-    {UInt16, "torch.uint16", ""},
-    {UInt32, "torch.uint32", ""},
-    {UInt64, "torch.uint64", ""},
-    {Float8_e5m2, "torch.float8_e5m2", ""},
-    {Float8_e4m3fn, "torch.float8_e4m3fn", ""},
-    {Float8_e5m2fnuz, "torch.float8_e5m2fnuz", ""},
-    {Float8_e4m3fnuz, "torch.float8_e4m3fnuz", ""},
-    {Float8_e8m0fnu, "torch.float8_e8m0fnu", ""},
-    {Float4_e2m1fn_x2, "torch.float4_e2m1fn_x2", ""},
-};
+constexpr auto kTorchDtypes = [] {
+  using enum c10::ScalarType;
+  return std::to_array<TorchDtype>({
+      {Double, "torch.float64", "torch.DoubleStorage"},
+      {Float, "torch.float32", "torch.FloatStorage"},
+      {Half, "torch.float16", "torch.HalfStorage"},
+      {BFloat16, "torch.bfloat16", "torch.BFloat16Storage"},
+      {Long, "torch.int64", "torch.LongStorage"},
+      {Int, "torch.int32", "torch.IntStorage"},
+      {Short, "torch.int16", "torch.ShortStorage"},
+      {Char, "torch.int8", "torch.CharStorage"},
+      {Byte, "torch.uint8", "torch.ByteStorage"},
+      {Bool, "torch.bool", "torch.BoolStorage"},
+      {ComplexDouble, "torch.complex128", "torch.ComplexDoubleStorage"},
+      {ComplexFloat, "torch.complex64", "torch.ComplexFloatStorage"},
+      {ComplexHalf, "torch.complex32", ""},
+      {UInt16, "torch.uint16", ""},
+      {UInt32, "torch.uint32", ""},
+      {UInt64, "torch.uint64", ""},
+      {Float8_e5m2, "torch.float8_e5m2", ""},
+      {Float8_e4m3fn, "torch.float8_e4m3fn", ""},
+      {Float8_e5m2fnuz, "torch.float8_e5m2fnuz", ""},
+      {Float8_e4m3fnuz, "torch.float8_e4m3fnuz", ""},
+      {Float8_e8m0fnu, "torch.float8_e8m0fnu", ""},
+      {Float4_e2m1fn_x2, "torch.float4_e2m1fn_x2", ""},
+  });
+}();
 constexpr std::string_view kTorchPrefix = "torch.";
 constexpr std::string_view kUntypedStorage = "torch.storage.UntypedStorage";
 constexpr std::string_view kRebuildTyped = "torch._utils._rebuild_tensor_v2";
@@ -71,7 +74,7 @@ constexpr int64_t kEnd64Size = 56;
 constexpr int64_t kLocator64Size = 20;
 constexpr int64_t kEndSize = 22;
 constexpr uint32_t kFull = std::numeric_limits<uint32_t>::max();  // "the zip64 field says it"
-constexpr int64_t kAlignment = 64;                                // of the content of entries
+constexpr int64_t kTorchAlignment = 64;                           // of the content of entries
 
 template <typename T>
 T zip_number(std::string_view bytes, size_t at) {
@@ -290,7 +293,7 @@ std::vector<int64_t> pickled_integers(const pickle::Pickle& pickle, const pickle
 struct SavedTensor {
   std::string storage;  // its key
   int64_t storage_bytes = 0;
-  c10::ScalarType dtype = Float;
+  c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t offset = 0;  // in elements
   std::vector<int64_t> sizes, strides;
 };
@@ -323,10 +326,10 @@ SavedTensor parse_saved_tensor(const pickle::Pickle& pickle) {
   }
   tensor.storage = pickle.text(*storage[2], "the storage's key");
   const std::string_view name = pickle.name(typed ? *storage[1] : *arguments[6]);
-  const auto* known = std::find_if(std::begin(kTorchDtypes), std::end(kTorchDtypes), [&](const auto& entry) {
+  const auto known = std::find_if(kTorchDtypes.begin(), kTorchDtypes.end(), [&](const auto& entry) {
     return !name.empty() && name == (typed ? entry.storage : entry.name);
   });
-  if (known == std::end(kTorchDtypes) || (!typed && pickle.name(*storage[1]) != kUntypedStorage)) {
+  if (known == kTorchDtypes.end() || (!typed && pickle.name(*storage[1]) != kUntypedStorage)) {
     pickle.fail(reference, "the tensor is of an unknown dtype");
   }
   tensor.dtype = known->dtype;
@@ -404,7 +407,7 @@ class ArchiveWriter {
     const std::string large = zip64(record, /*local=*/true);
     const auto start =
         static_cast<int64_t>(record.header + kLocalSize + record.name.size() + large.size() + 4);
-    const int64_t padding = (kAlignment - start % kAlignment) % kAlignment;
+    const int64_t padding = (kTorchAlignment - start % kTorchAlignment) % kTorchAlignment;
     number<uint32_t>(kLocalSignature);
     number<uint16_t>(0);
     flags();
@@ -521,7 +524,7 @@ class ArchiveWriter {
 void write_archive_begin(ArchiveWriter& archive, std::string_view data) {
   archive.entry("data.pkl", data);
   archive.entry(".format_version", "1");
-  archive.entry(".storage_alignment", std::to_string(kAlignment));
+  archive.entry(".storage_alignment", std::to_string(kTorchAlignment));
   archive.entry("byteorder", "little");
 }
 

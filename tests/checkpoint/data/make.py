@@ -14,7 +14,9 @@ WORLD_SIZE = 2
 
 
 def save_dcp(rank: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29613", RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29613", RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE)
+    )
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     state = {
@@ -23,7 +25,10 @@ def save_dcp(rank: int) -> None:
             "columns": distribute_tensor(torch.arange(6).reshape(2, 3), mesh, [Shard(1)]),
             "row": distribute_tensor(torch.tensor([[7, 8]], dtype=torch.uint8), mesh, [Shard(0)]),
         },
-        "optim": {"step": torch.tensor(3.0), "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "fused": None}]},
+        "optim": {
+            "step": torch.tensor(3.0),
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "fused": None}],
+        },
         "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
         "unsigned": torch.tensor([65535], dtype=torch.uint16),
         "empty": torch.empty(0, 3),

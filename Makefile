@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz-values audit operators wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -22,8 +22,9 @@ help:
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
+	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
-	@echo 'make audit     build, then write docs/replicas.md: which operators are computed on replicas (minutes)'
+	@echo 'make audit     build, then write docs/replicas.md: which operators take the replicated fallback (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
@@ -75,15 +76,23 @@ validate: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
 
+# By pip, but of the libraries that are built already.
 wheel:
-	@scripts/setup >/dev/null
-	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target tessera_package
+	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
+	  -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
 
 op-db: build
 	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
 slices: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/slices.py
+
+fuzz:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target checkpoint_fuzz
+	@$(BUILD)/tests/checkpoint_fuzz $(FUZZ)
 
 fuzz-values: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
@@ -102,6 +111,9 @@ bench: build
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
 	  else $(BUILD)/bench/bench_train; fi
+	@if [ -e $(BUILD)/python/tessera ]; then \
+	  .venv/bin/python bench/checkpoint.py --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt; fi
+	@$(BUILD)/bench/bench_checkpoint --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt
 	@$(BUILD)/bench/bench_collectives
 
 operators: build

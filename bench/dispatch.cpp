@@ -47,7 +47,7 @@ struct Operation {
   std::function<void(const Tensors&)> call;
 };
 
-/// On x, y and w, all 8 x 8 on each rank; x and y cut along dim 0, w replicated.
+/// On x, y and w, all 8 x 8 on each rank; x and y sharded along dim 0, w replicated.
 std::vector<Operation> operations() {
   return {
       {"add", [](const Tensors& t) { at::add(t[0], t[1]); }},
@@ -99,17 +99,17 @@ struct Distributed {
       : world(std::make_shared<World>(
             WorldOptions{.rank = 0, .size = c10::multiply_integers(shape), .backend = "fake"})),
         mesh(init_device_mesh(at::kCPU, shape, {}, world)),
-        cut(shape.size(), Shard(0)),
+        sharded(shape.size(), Shard(0)),
         same(shape.size(), Replicate()) {}
 
   Tensors tensors() const {
-    return {DTensor::from_local(at::ones({8, 8}), mesh, cut),
-            DTensor::from_local(at::ones({8, 8}), mesh, cut),
+    return {DTensor::from_local(at::ones({8, 8}), mesh, sharded),
+            DTensor::from_local(at::ones({8, 8}), mesh, sharded),
             DTensor::from_local(at::ones({8, 8}), mesh, same)};
   }
   std::shared_ptr<World> world;
   DeviceMesh mesh;
-  Placements cut, same;
+  Placements sharded, same;
 };
 
 double median(std::vector<double> values) {
@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
   const double base = train(at::ones({8, 8}), at::ones({8, 8}), at::ones({8}));
   std::vector<double> costs;
   for (const Distributed& distributed : meshes) {
-    // Cut along the features of the result, so that nothing has to be moved.
+    // Sharded along the features of the result, so that nothing has to be moved.
     const Placements columns(distributed.mesh.ndim(), Shard(0));
     costs.push_back(train(DTensor::from_local(at::ones({8, 8}), distributed.mesh, distributed.same),
                           DTensor::from_local(at::ones({8, 8}), distributed.mesh, columns).detach(),

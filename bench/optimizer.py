@@ -48,7 +48,7 @@ def parameters_of(module):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    print(f"{COUNT} parameters of 8 x 8, half of them cut, ms")
+    print(f"{COUNT} parameters of 8 x 8, half of them sharded, ms")
     print(f"{'':28}{'plain':>10}{'Tessera':>10}{'':>8}{'torch':>10}")
     sets = {
         name: parameters_of(module) for name, module in (("plain", None), ("ours", ours), ("theirs", theirs))

@@ -76,7 +76,7 @@ int main(int argc, char** argv) {
     }
   }
 
-  // A rank's part of a matrix whose columns are cut: runs of so many consecutive elements.
+  // A rank's part of a matrix whose columns are sharded: runs of so many consecutive elements.
   std::printf("\n%-20s %10s\n", "randn, in runs of", "tessera");
   for (const int64_t run : {1, 2, 4, 8, 16, 32, 64, 128, 512}) {
     const int64_t rows = elements / run;

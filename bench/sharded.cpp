@@ -1,4 +1,4 @@
-// Sharded tensors: what it costs to check very many shards, to cut a tensor otherwise, and to look up rows.
+// Sharded tensors: what it costs to check very many shards, to reshard a tensor, and to look up rows.
 
 #include <tessera/comm/run.h>
 #include <tessera/sharded/init.h>
@@ -93,14 +93,14 @@ void reshard_and_look_up(int64_t ranks) {
     const ShardedTensor rows = ones(chunks(0, ranks), size);
     const auto columns = chunks(1, ranks);
     rows.reshard(columns);
-    const double cut = seconds(10, [&] { rows.reshard(columns); });
+    const double reshard = seconds(10, [&] { rows.reshard(columns); });
     const at::Tensor& local = rows.local_tensor();
     at::Tensor copy = at::empty_like(local);
     const double copied =
         seconds(10, [&] { std::memcpy(copy.mutable_data_ptr(), local.const_data_ptr(), local.nbytes()); });
     if (speaks)
       std::printf("  reshard rows to columns, %.0f MiB a rank  %8.2f ms  %5.1f memcpy\n",
-                  static_cast<double>(local.nbytes()) / (1 << 20), cut * 1e3, cut / copied);
+                  static_cast<double>(local.nbytes()) / (1 << 20), reshard * 1e3, reshard / copied);
 
     const at::Tensor table = at::ones({100'000, 64});
     const at::Tensor indices = at::remainder(at::arange(4096) * (7919 + get_rank()), 100'000);
@@ -111,7 +111,7 @@ void reshard_and_look_up(int64_t ranks) {
       at::embedding(sharded, indices);
       const double looked = seconds(10, [&] { at::embedding(sharded, indices); });
       if (speaks)
-        std::printf("  embedding of 4096 rows of 64, cut by %s  %8.2f ms  %5.1f of one device\n",
+        std::printf("  embedding of 4096 rows of 64, sharded by %s  %8.2f ms  %5.1f of one device\n",
                     dim == 0 ? "rows   " : "columns", looked * 1e3, looked / plain);
     }
   });

@@ -1,6 +1,6 @@
 """A step of training the GPT of train.cpp from Python, on two ranks: Tessera on threads and on gloo, torch.distributed.tensor on gloo, and one device.
 
-The program is the same for both libraries: the styles of their `parallel` modules where tensors are cut, data by placement where the batch is. (PyTorch's has
+The program is the same for both libraries: the styles of their `parallel` modules where tensors are sharded, data by placement where the batch is. (PyTorch's has
 no rule for attention on CPUs, so there it is computed on local tensors.) Prints tokens a second. With --torch FILE, also writes those of
 torch.distributed.tensor into a file, for bench_train: lines of "small dp=1,tp=2", a tab, and tokens a second.
 """

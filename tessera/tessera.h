@@ -2,6 +2,9 @@
 
 /// Everything of Tessera in one include.
 
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/inspect.h>
+#include <tessera/checkpoint/planner_helpers.h>
 #include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/environment.h>

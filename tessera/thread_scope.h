@@ -8,7 +8,7 @@ namespace tessera {
 /// counts, and a scope that ends brings back what was there before. A scope must end on the thread that made
 /// it, and after all scopes made inside it.
 ///
-/// `Tag` tells apart scopes of the same type of value. Where a public class is such a scope, it has one as a
+/// `Tag` distinguishes scopes of the same type. Where a public class is such a scope, it has one as a
 /// member and its constructor and destructor are in the library, so that users and the library share one
 /// value.
 ///

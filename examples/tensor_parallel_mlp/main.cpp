@@ -1,4 +1,4 @@
-// A two-layer perceptron over four ranks: the first layer is cut by columns, the second by rows, so one
+// A two-layer perceptron over four ranks: the first layer is sharded by columns, the second by rows, so one
 // all-reduce a pass is all they need. The model's code knows nothing of it.
 
 #include <tessera/tessera.h>

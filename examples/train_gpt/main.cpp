@@ -12,6 +12,7 @@
 #include <iomanip>
 #include <iostream>
 #include <map>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -38,6 +39,10 @@ struct Options {
   uint64_t seed = 1;
   bool sequence_parallel = false;
   double tolerance = 1e-3;
+  std::string save = {};    // the directory of checkpoints to write
+  std::string resume = {};  // the directory of checkpoints to go on from
+  int64_t save_every = 50;
+  int64_t stop_after = 0;  // 0: not before all steps are done
 };
 
 /// "dp=2,tp=2"
@@ -129,23 +134,59 @@ at::Tensor loss_of(gpt::GPT& model, const at::Tensor& pieces, int64_t context) {
                                               pieces.slice(1, 1).flatten());
 }
 
-/// Trains the model as it is, on batches that `distribute` has distributed; the loss of each step.
+/// The losses of the steps that were made.
+struct Losses {
+  int64_t first = 0;  // the step of the first one
+  std::vector<double> values;
+};
+
+/// Loads the last checkpoint; how many steps had been made then.
+int64_t resume(gpt::GPT& model, torch::optim::Optimizer& optimizer, const std::string& directory,
+               bool shown) {
+  const std::string path = checkpoint::latest(directory);
+  TESSERA_CHECK(!path.empty(), "There is no checkpoint in ", directory, ".");
+  auto state = checkpoint::StateDict::of(*model, optimizer);
+  state["step"] = 0;
+  checkpoint::load(state, path);
+  if (shown) std::cout << "  resumed from " << path << "\n\n";
+  return state.at("step").integer();
+}
+
+/// Saves while training goes on.
+checkpoint::PendingSave save(gpt::GPT& model, torch::optim::Optimizer& optimizer,
+                             const std::string& directory, int64_t step) {
+  auto state = checkpoint::StateDict::of(*model, optimizer);
+  state["step"] = step;
+  checkpoint::SaveOptions options;
+  options.keep_last = 3;
+  return checkpoint::async_save(state, c10::str(directory, "/step-", step), options);
+}
+
+/// Trains the model as it is, on batches that `distribute` has distributed.
 template <class Distribute>
-std::vector<double> train(gpt::GPT& model, const Text& text, const Options& options, bool shown,
-                          const Distribute& distribute) {
+Losses train(gpt::GPT& model, const Text& text, const Options& options, bool shown,
+             const Distribute& distribute) {
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(options.learning_rate));
   const int64_t context = options.model.context;
   Progress progress(options.steps, options.batch * context, shown);
-  std::vector<double> losses;
-  for (int64_t step = 0; step < options.steps; ++step) {
+  Losses losses;
+  if (!options.resume.empty()) losses.first = resume(model, optimizer, options.resume, shown);
+  const int64_t end = options.stop_after > 0 ? std::min(options.stop_after, options.steps) : options.steps;
+  std::optional<checkpoint::PendingSave> pending;
+  for (int64_t step = losses.first; step < end; ++step) {
     const at::Tensor pieces = distribute(text.batch(options.batch, context + 1, options.seed, step));
     const at::Tensor loss = loss_of(model, pieces, context);
     optimizer.zero_grad();
     loss.backward();
     optimizer.step();
-    losses.push_back(loss.item<double>());
-    progress.step(step + 1, losses.back());
+    losses.values.push_back(loss.item<double>());
+    progress.step(step + 1, losses.values.back());
+    if (!options.save.empty() && ((step + 1) % options.save_every == 0 || step + 1 == end)) {
+      if (pending) pending->wait();
+      pending = save(model, optimizer, options.save, step + 1);
+    }
   }
+  if (pending) pending->wait();
   return losses;
 }
 
@@ -187,17 +228,20 @@ void show_collectives(gpt::GPT& model, const at::Tensor& pieces, int64_t context
   std::cout << "  " << counts << '\n';
 }
 
-/// Whether all steps agree.
-bool show_agreement(const std::vector<double>& ours, const std::vector<double>& theirs, double tolerance) {
+/// Whether all steps agree. One device made all steps from the first on.
+bool show_agreement(const Losses& losses, const std::vector<double>& theirs, double tolerance) {
+  const std::vector<double>& ours = losses.values;
   heading("The same on one device");
   std::printf("  %6s  %12s  %12s  %12s\n", "step", "on the mesh", "one device", "difference");
   double largest = 0;
   const auto count = static_cast<int64_t>(ours.size());
   for (int64_t step = 0; step < count; ++step) {
-    const double difference = std::abs(ours[step] - theirs[step]);
+    const double expected = theirs[losses.first + step];
+    const double difference = std::abs(ours[step] - expected);
     largest = std::max(largest, difference);
     if (step < 3 || step + 1 == count || step % std::max<int64_t>(count / 8, 1) == 0)
-      std::printf("  %6ld  %12.6f  %12.6f  %12.1e\n", step + 1, ours[step], theirs[step], difference);
+      std::printf("  %6ld  %12.6f  %12.6f  %12.1e\n", losses.first + step + 1, ours[step], expected,
+                  difference);
   }
   const bool agree = largest <= tolerance;
   std::printf("\n  All %ld losses %s: the largest difference is %.1e, the tolerance %.0e.\n", count,
@@ -220,7 +264,7 @@ bool run_demo(Options options) {
     return model;
   };
 
-  std::vector<double> losses;
+  Losses losses;
   bool is_first = false;
   launch(options.dp * options.tp, [&] {
     const auto world = current_world();
@@ -254,9 +298,11 @@ bool run_demo(Options options) {
   });
   if (!is_first) return true;  // the process of another rank
   std::vector<double> expected;
+  Options undisturbed = options;
+  undisturbed.save = undisturbed.resume = "";
   auto alone = [&] {
     gpt::GPT model = fresh();
-    expected = train(model, text, options, false, [](const at::Tensor& pieces) { return pieces; });
+    expected = train(model, text, undisturbed, false, [](const at::Tensor& pieces) { return pieces; }).values;
   };
   run(1, alone, {.threads_per_rank = 1});
   return show_agreement(losses, expected, options.tolerance);
@@ -288,7 +334,11 @@ int main(int argc, char** argv) {
   app.add_option("--seed", options.seed, "Of the first weights and of the order of the text")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", options.sequence_parallel,
-               "Cut what flows between the blocks along the sequence");
+               "Shard what flows between the blocks along the sequence");
+  app.add_option("--save", options.save, "Write checkpoints into this directory, and keep the last three");
+  number("--save-every", options.save_every, "Steps between them");
+  app.add_option("--resume", options.resume, "Go on from the last checkpoint in this directory, on any mesh");
+  app.add_option("--stop-after", options.stop_after, "Stop after so many steps of all, as if interrupted");
   app.add_option("--tolerance", options.tolerance, "How much the losses may differ from one device")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);

@@ -34,7 +34,7 @@ def context(mode: str) -> Any:
 def laid(
     tensor: torch.Tensor, memory: str, distribute: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The tensor, distributed, with memory that lies otherwise than its places follow each other."""
+    """The tensor, distributed, with memory in another order than its elements'."""
 
     def locally(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         found = distribute(tensor)
@@ -141,12 +141,12 @@ def agree(
     if errors and not own:
         raise Wrong(f"the ranks wait for each other: {first_line(next(iter(errors.values())))}")
     if own and len(own) < len(got):
-        raise Wrong(f"ranks {sorted(own)} alone raise {told(next(iter(own.values())))}")
+        raise Wrong(f"ranks {sorted(own)} alone raise {described(next(iter(own.values())))}")
     if refused is not None and not own:
-        raise Wrong(f"one device raises {told(refused)}, the ranks do not")
+        raise Wrong(f"one device raises {described(refused)}, the ranks do not")
     if own and type(own[0]) is not type(refused):
         raise Wrong(
-            f"the ranks raise {told(own[0])}, one device {'nothing' if refused is None else told(refused)}"
+            f"the ranks raise {described(own[0])}, one device {'nothing' if refused is None else described(refused)}"
         ) from own[0]
     for found in got:
         if [name for name, _ in found] != [name for name, _ in expected]:
@@ -158,7 +158,7 @@ def agree(
                 compare(name, one, other, Tolerance(*tolerance), values)
 
 
-def told(error: Exception) -> str:
+def described(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 

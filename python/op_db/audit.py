@@ -1,6 +1,6 @@
-"""Which operators are still computed on replicas: all of their arguments are gathered, for want of a rule that applies.
+"""Which operators still take the replicated fallback: all of their arguments are gathered, for want of a rule that applies.
 
-Runs samples of PyTorch's operator database, forward and backward, with every tensor cut along its first dim, or its last, on two ranks, and counts.
+Runs samples of PyTorch's operator database, forward and backward, with every tensor sharded along its first dim, or its last, on two ranks, and counts.
 
     python audit.py --output docs/replicas.md
     python audit.py --op 'linalg.*'
@@ -28,11 +28,11 @@ warnings.filterwarnings("ignore")
 
 RANKS = 2
 
-HEADER = """# Operators that are computed on replicas
+HEADER = """# Operators that take the replicated fallback
 
 Made by `make audit`; do not edit.
 
-Operators that PyTorch's operator database reaches with tensors cut along their first or last dim, forward and backward, and that had no
+Operators that PyTorch's operator database reaches with tensors sharded along their first or last dim, forward and backward, and that had no
 rule which applied in some of these calls: arguments were gathered, every rank computed all, and the result was replicated. All of them are
 right. `calls` counts those of one rank. Where an operator has a rule in [operators.md](operators.md), it is one of the rare calls that the rule leaves
 alone: tensors that are empty or without dims.
@@ -55,8 +55,8 @@ def samples_of(info: Any, limit: int) -> list[Any]:
 def placed(value: Any, mesh: tessera.DeviceMesh, last: bool) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
-    cut = [Shard(value.ndim - 1 if last else 0)] if value.ndim else [Replicate()]
-    return tessera.distribute_tensor(value.detach(), mesh, cut, src_data_rank=None).requires_grad_(
+    placements = [Shard(value.ndim - 1 if last else 0)] if value.ndim else [Replicate()]
+    return tessera.distribute_tensor(value.detach(), mesh, placements, src_data_rank=None).requires_grad_(
         value.requires_grad
     )
 
@@ -83,7 +83,7 @@ def run_sample(info: Any, sample: Any, last: bool) -> None:
 
 
 def audit(patterns: list[str], limit: int) -> dict[str, dict[str, int]]:
-    """Of each operator that was computed on replicas, how often, by entry of the database."""
+    """Of each operator that took the replicated fallback, how often, by entry of the database."""
     found: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
     for info in op_db:
         if not any(fnmatch.fnmatch(info.name, pattern) for pattern in patterns):
@@ -92,12 +92,12 @@ def audit(patterns: list[str], limit: int) -> dict[str, dict[str, int]]:
         for sample, last in itertools.product(samples_of(info, limit), (False, True)):
             before = _C.fallback_counts()
             try:
-                with warnings.catch_warnings(record=True) as told:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     tessera.run(RANKS, lambda: run_sample(info, sample, last), timeout=60, threads_per_rank=1)
             except Exception:
                 continue  # one device cannot do it either, or it is one of the exceptions of the harness
-            moved = gathered([str(each.message) for each in told])
+            moved = gathered([str(each.message) for each in caught])
             for op, count in _C.fallback_counts().items():
                 if count > before.get(op, 0) and op in moved:
                     found[op][info.name] += (count - before.get(op, 0)) // RANKS

@@ -1,4 +1,4 @@
-"""Runs cases on ranks that are threads, and tells what came of each."""
+"""Runs cases on ranks that are threads, and reports what came of each."""
 
 import threading
 from collections.abc import Callable
@@ -85,10 +85,10 @@ class Rank:
         gradients: bool,
         begin: Callable[[int], None],
         report: Callable[[Outcome], None],
-        tell: Callable[[Exception], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._rank = tessera.get_rank()
-        self._tell = tell
+        self._on_error = on_error
         self._tolerance = tolerance
         self._ranks = ranks
         self._gradients = gradients
@@ -129,7 +129,7 @@ class Rank:
         except Wrong as error:
             kind, message = "wrong", str(error)
         except Exception as error:
-            self._tell(error)
+            self._on_error(error)
             kind, message = "refused", f"{type(error).__name__}: {first_line(error)}"
         kind, message, in_step = self._ranks.agree(self._rank, kind, message, state.get("random"))
         if self._rank == 0:
@@ -262,15 +262,15 @@ def run_cases(
     timeout: float,
     begin: Callable[[int], None],
     report: Callable[[Outcome], None],
-    tell: Callable[[Exception], None] = lambda error: None,
+    on_error: Callable[[Exception], None] = lambda error: None,
 ) -> None:
-    """Runs the cases, telling `begin` the number of each as it begins, `report` what came of each way of calling, and `tell` what
+    """Runs the cases, giving `begin` the index of each as it begins, `report` what came of each way of calling, and `on_error` what
     was raised on any rank."""
     while todo:
         ranks = Ranks()
 
         def main() -> int:
-            return Rank(Tolerance(*tolerance), ranks, gradients, begin, report, tell).run(todo)
+            return Rank(Tolerance(*tolerance), ranks, gradients, begin, report, on_error).run(todo)
 
         try:
             done = tessera.run(RANKS, main, timeout=timeout, threads_per_rank=1)[0]

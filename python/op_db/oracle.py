@@ -10,7 +10,7 @@ import torch
 import tessera
 from tessera import DTensor, Partial, Placement, Replicate, Shard, _StridedShard
 
-#: What can be held as a sum. Smaller floats cannot be added.
+#: What can be a partial sum. Smaller floats cannot be added.
 SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -78,8 +78,8 @@ def place(
             count *= mesh.size(dim)
             reduction = placement.reduce_op
     part = local_part(tensor, index, count, reduction, seed)
-    cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-    result = tessera.distribute_tensor(part, mesh, cut, src_data_rank=None)
+    reduced = [Replicate() if placement.is_partial() else placement for placement in placements]
+    result = tessera.distribute_tensor(part, mesh, reduced, src_data_rank=None)
     if count == 1:
         return result
     return DTensor.from_local(result.to_local(), mesh, placements, shape=tensor.shape, stride=result.stride())

@@ -345,7 +345,7 @@ def run_one(name: str, number: int, options: Options) -> int:
         )
     print(f"called with {case.inputs}")
     outcomes: list[Outcome] = []
-    told: list[Exception] = []
+    errors: list[Exception] = []
     tolerance = cases.tolerance_of(cases.OPS[name], cases.dtype_of(cases.OPS[name]) or torch.float32)
     check.run_cases(
         [case],
@@ -354,10 +354,10 @@ def run_one(name: str, number: int, options: Options) -> int:
         options.timeout,
         lambda number: None,
         outcomes.append,
-        told.append,
+        errors.append,
     )
-    if told:
-        traceback.print_exception(told[0])
+    if errors:
+        traceback.print_exception(errors[0])
     for outcome in outcomes:
         print(f"{outcome.what}: {outcome.kind} {outcome.message}")
     return int(any(outcome.kind != "right" for outcome in outcomes))

@@ -7,8 +7,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-/// The pieces of the extension module `tessera._C`, and what they have in common. Python's lock is held on
-/// entry of each function bound here; whatever may wait for other ranks lets go of it first.
+/// The pieces of the extension module `tessera._C`, and what they have in common. The GIL is held on
+/// entry of each function bound here; whatever may wait for other ranks releases it first.
 namespace tessera::python {
 
 void bind_placements(py::module_& module);

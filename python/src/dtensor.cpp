@@ -154,6 +154,13 @@ void bind_dtensors(py::module_& module) {
       "placements", [](const at::Tensor& tensor) { return from_placements(DTensor(tensor).placements()); },
       py::arg("tensor"));
   module.def(
+      "is_placed",
+      [](const at::Tensor& tensor, py::handle placements) {
+        return normalize(to_placements(placements, "distribute_tensor"), tensor.dim()) ==
+               DTensor(tensor).placements();
+      },
+      py::arg("tensor"), py::arg("placements"));
+  module.def(
       "device_mesh", [](const at::Tensor& tensor) { return DTensor(tensor).device_mesh(); },
       py::arg("tensor"));
   module.def(
@@ -188,15 +195,15 @@ void bind_dtensors(py::module_& module) {
       py::arg("requires_grad"));
   module.def(
       "full",
-      [](const std::vector<int64_t>& size, const at::Tensor& value, const DeviceMesh& mesh,
-         py::handle placements, std::optional<at::ScalarType> dtype, at::Layout layout,
-         bool requires_grad) -> at::Tensor {
+      [](const std::vector<int64_t>& size, const DeviceMesh& mesh, py::handle placements,
+         std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad,
+         const at::Tensor& value) -> at::Tensor {
         Placements placed = to_placements(placements, "full");
         const py::gil_scoped_release release;
         return full(size, value.item(), mesh, std::move(placed), options_of(dtype, layout, requires_grad));
       },
-      py::arg("size"), py::arg("value"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"),
-      py::arg("layout"), py::arg("requires_grad"));
+      py::arg("size"), py::arg("mesh"), py::arg("placements"), py::arg("dtype"), py::arg("layout"),
+      py::arg("requires_grad"), py::arg("value"));
 
   py::class_<Copies>(module, "Copies")
       .def(py::init<>())

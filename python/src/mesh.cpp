@@ -122,7 +122,7 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
                   py::arg("mesh") = py::none(), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
                   "The mesh over the ranks of a group of torch.distributed, or of one group for each dim.")
       .def_static("_concatenate", &DeviceMesh::concatenate, py::arg("device_mesh_list"),
-                  "The mesh whose dims are the dims of all these meshes, which are parts of one.")
+                  "The mesh whose dims are the dims of all these meshes, which are slices of one.")
       .def_property_readonly(
           "device_type", [](const DeviceMesh& self) { return c10::DeviceTypeName(self.device_type(), true); },
           "What the tensors lie on: \"cpu\", \"cuda\", ...")
@@ -152,14 +152,14 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
             return self.get_local_rank(to_optional_mesh_dim(dim));
           },
           py::arg("mesh_dim") = py::none(),
-          "This rank's place along a dim, which may be left out on a 1-d mesh.")
+          "This rank's coordinate along a dim, which may be left out on a 1-d mesh.")
       .def(
           "get_coordinate",
           [](const DeviceMesh& self) -> py::object {
             const auto coordinate = self.get_coordinate();
             return coordinate ? py::object(to_tuple(*coordinate)) : py::none();
           },
-          "This rank's place along each dim, or None if it is not in the mesh.")
+          "This rank's coordinate along each dim, or None if it is not in the mesh.")
       .def(
           "get_group",
           [](const DeviceMesh& self, py::handle dim) {
@@ -188,11 +188,11 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
           "One group for each dim.")
       .def("__getitem__", &slice, py::arg("mesh_dim_names"),
            "The part of the mesh along some dims that this rank is in.")
-      .def("_get_root_mesh", &DeviceMesh::root, "The mesh that this one was cut from.")
+      .def("_get_root_mesh", &DeviceMesh::root, "The mesh that this one is a slice of.")
       .def(
           "_get_all_submeshes",
           [](const DeviceMesh& self, py::handle dim) { return self.submeshes(to_mesh_dim(dim)); },
-          py::arg("mesh_dim_name"), "All parts of the mesh along one of its dims.")
+          py::arg("mesh_dim_name"), "All slices of the mesh along one of its dims.")
       .def("_is_current_rank_part_of_mesh", &DeviceMesh::is_member, "Whether this rank is in the mesh.")
       .def(
           "_flatten",

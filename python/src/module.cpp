@@ -43,7 +43,7 @@ std::string why_endless() {
 PYBIND11_MODULE(_C, module) {
   using namespace tessera::python;
   module.doc() = "Tessera's C++ library, as the Python package uses it.";
-  // Some operators reach us with Python's lock held (indexing, for one). Waiting for another rank with it
+  // Some operators reach us with the GIL held (indexing, for one). Waiting for another rank with it
   // would keep that rank, a thread of this process, from ever getting there.
   tessera::set_blocking_hooks({[]() -> void* { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
                                [](void* state) {

@@ -1,6 +1,7 @@
 #include <tessera/error.h>
 #include <tessera/nn/gradient_reduction.h>
 #include <tessera/nn/parallel_layer.h>
+#include <tessera/nn/saved_shard.h>
 
 #include <memory>
 
@@ -85,6 +86,18 @@ at::Tensor prepare(const at::Tensor& tensor, const DeviceMesh& mesh, int64_t dim
   return prepare_activation(tensor, {mesh, dim}, layout, what);
 }
 
+void bind_saved_shards(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<SavedShard>(module, "SavedShard")
+      .def_static(
+          "of",
+          [](const at::Tensor& tensor, const DeviceMesh& mesh, int64_t dim, bool is_replica) {
+            return SavedShard::of(tensor, {.mesh = mesh, .dim = dim}, is_replica);
+          },
+          py::arg("tensor"), py::arg("mesh"), py::arg("dim"), py::arg("is_replica"), Release())
+      .def("gathered", &SavedShard::gathered, Release());
+}
+
 void bind_gradient_reduction(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("is_distributed_on", &is_distributed_on, py::arg("tensor"), py::arg("mesh"));
@@ -111,6 +124,7 @@ void bind_parallel(py::module_& module) {
   bind_layers(module);
   module.def("prepare_activation", &prepare, py::arg("tensor"), py::arg("mesh"), py::arg("dim"),
              py::arg("if_plain"), py::arg("desired"), py::arg("what"));
+  bind_saved_shards(module);
   bind_gradient_reduction(module);
 }
 

@@ -8,7 +8,7 @@ namespace tessera::python {
 
 namespace {
 
-// One Python class for each kind, so that isinstance tells them apart. All are values of the same C++ type.
+// One Python class for each kind, so that isinstance distinguishes them. All are values of the same C++ type.
 struct ShardObject : Placement {
   explicit ShardObject(const Placement& placement) : Placement(placement) {}
 };
@@ -114,8 +114,8 @@ A small immutable value that can be compared, hashed and pickled.)doc")
           [](const Placement& self, std::optional<int64_t> dim) {
             return dim ? self.is_shard_like(*dim) : self.is_shard_like();
           },
-          py::arg("dim") = py::none(), "Whether it cuts a tensor dim (that one, if given).")
-      .def("is_replicate", &Placement::is_replicate, "Whether every rank holds the whole tensor.")
+          py::arg("dim") = py::none(), "Whether it shards a tensor dim (that one, if given).")
+      .def("is_replicate", &Placement::is_replicate, "Whether every rank has the full tensor.")
       .def(
           "is_partial",
           [](const Placement& self, const std::optional<std::string>& reduce_op) {
@@ -136,27 +136,27 @@ A small immutable value that can be compared, hashed and pickled.)doc")
 
   py::class_<ShardObject, Placement>(
       module, "Shard",
-      R"doc(Tensor dim ``dim`` is cut into chunks, one for each rank in order, as ``torch.chunk`` cuts.
+      R"doc(Tensor dim ``dim`` is split into chunks as by ``torch.chunk``, one for each rank in order.
 
 A negative dim counts from the end.)doc")
       .def(py::init([](int64_t dim) { return ShardObject(Shard(dim)); }), py::arg("dim"))
       .def_property_readonly(
-          "dim", [](const ShardObject& self) { return self.dim(); }, "The tensor dim that is cut.");
+          "dim", [](const ShardObject& self) { return self.dim(); }, "The tensor dim that is sharded.");
 
   py::class_<StridedShardObject, Placement>(
       module, "_StridedShard",
-      R"doc(Tensor dim ``dim`` is cut into ``split_factor`` chunks, each of these into one for each rank.)doc")
+      R"doc(Tensor dim ``dim`` is split into ``split_factor`` chunks, each of these into one for each rank.)doc")
       .def(py::init([](int64_t dim, int64_t split_factor) {
              return StridedShardObject(StridedShard(dim, split_factor));
            }),
            py::arg("dim"), py::kw_only(), py::arg("split_factor"))
       .def_property_readonly(
-          "dim", [](const StridedShardObject& self) { return self.dim(); }, "The tensor dim that is cut.")
+          "dim", [](const StridedShardObject& self) { return self.dim(); }, "The tensor dim that is sharded.")
       .def_property_readonly(
           "split_factor", [](const StridedShardObject& self) { return self.split(); },
-          "In how many pieces the dim counts as cut already.");
+          "Into how many chunks the dim is split before it is sharded.");
 
-  py::class_<ReplicateObject, Placement>(module, "Replicate", R"doc(Every rank holds the whole tensor.)doc")
+  py::class_<ReplicateObject, Placement>(module, "Replicate", R"doc(Every rank has the full tensor.)doc")
       .def(py::init([] { return ReplicateObject(Replicate()); }));
 
   py::class_<PartialObject, Placement>(

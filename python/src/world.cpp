@@ -20,7 +20,7 @@ namespace tessera::python {
 namespace {
 
 /// A Python exception on its way from a rank to the caller of `run`. Made, and taken apart again, with
-/// Python's lock held.
+/// the GIL held.
 class RankError : public std::runtime_error {
  public:
   explicit RankError(py::error_already_set& error)
@@ -116,7 +116,7 @@ py::list run_ranks(int64_t world_size, const py::object& function, const py::tup
   return results;
 }
 
-/// Makes the world of this process that of torch.distributed, as its default group and store tell.
+/// Makes the world of this process that of torch.distributed, by its default group and store.
 void adopt_process_group(int64_t rank, int64_t size, const py::object& store, double timeout) {
   WorldOptions options;
   options.rank = rank;

@@ -1,7 +1,7 @@
 """Distributed tensors: one tensor, many ranks.
 
 Each rank holds a shard, a replica or a partial sum of a tensor, and every operator, gradient and checkpoint works as if the
-tensor were whole. The names are those of ``torch.distributed.tensor``; the tensors are Tessera's, made in C++, and operators on
+tensor were on one device. The names are those of ``torch.distributed.tensor``; the tensors are Tessera's, made in C++, and operators on
 them never enter Python.
 
     import torch, tessera

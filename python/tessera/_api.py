@@ -1,6 +1,6 @@
 """DTensor, and the functions that make one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "DTensor":
         raise TypeError(
-            "A DTensor is not made by its class: use tessera.distribute_tensor for a tensor that should be cut up, or "
+            "A DTensor is not made by its class: use tessera.distribute_tensor for a tensor that should be sharded, or "
             "tessera.DTensor.from_local for what the ranks hold already."
         )
 
@@ -88,7 +88,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         return _C.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank of the mesh. All of them must call it. Differentiable."""
+        """The global tensor, on every rank of the mesh. All of them must call it. Differentiable."""
         return _C.full_tensor(self, grad_placements)
 
     def redistribute(
@@ -159,9 +159,9 @@ def distribute_tensor(
             raise ValueError(
                 f"distribute_tensor: the tensor is distributed on {_C.device_mesh(tensor)} already, which is not {mesh}."
             )
-        if _C.redistribute(tensor.detach(), placed, False, None, None).placements != _C.placements(tensor):  # type: ignore[attr-defined]
+        if not _C.is_placed(tensor, placed):
             raise ValueError(
-                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() to place it as {tuple(placed)}."
+                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() for {tuple(placed)}."
             )
         return tensor
     if not isinstance(tensor, torch.Tensor):
@@ -183,6 +183,22 @@ def _size(size: tuple[Any, ...]) -> list[int]:
     return list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
 
 
+def _make(
+    function: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Placements | None,
+    *value: torch.Tensor,
+) -> torch.Tensor:
+    """What a factory of ``_C`` makes. ``value``: a scalar tensor, if it fills what it makes."""
+    mesh = _mesh(device_mesh)
+    dtype = dtype or torch.get_default_dtype()
+    return function(_size(size), mesh, _placements(placements, mesh), dtype, layout, requires_grad, *value)
+
+
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -192,15 +208,7 @@ def empty(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """A tensor of which each rank allocates only its part, with no particular values."""
-    mesh = _mesh(device_mesh)
-    return _C.empty(
-        _size(size),
-        mesh,
-        _placements(placements, mesh),
-        dtype or torch.get_default_dtype(),
-        layout,
-        requires_grad,
-    )
+    return _make(_C.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
@@ -214,11 +222,9 @@ def full(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """A tensor filled with ``fill_value``, of which each rank allocates only its part. Without dtype, that of the value."""
-    mesh = _mesh(device_mesh)
     value = torch.full((), fill_value)
-    return _C.full(
-        list(size), value, mesh, _placements(placements, mesh), dtype or value.dtype, layout, requires_grad
-    )
+    dtype = dtype or value.dtype
+    return _make(_C.full, (size,), dtype, layout, requires_grad, device_mesh, placements, value)
 
 
 def zeros(
@@ -230,16 +236,7 @@ def zeros(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """A tensor of zeros, of which each rank allocates only its part."""
-    dtype = dtype or torch.get_default_dtype()
-    return full(
-        _size(size),
-        0,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, torch.tensor(0))
 
 
 def ones(
@@ -251,16 +248,7 @@ def ones(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """A tensor of ones, of which each rank allocates only its part."""
-    dtype = dtype or torch.get_default_dtype()
-    return full(
-        _size(size),
-        1,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, torch.tensor(1))
 
 
 def rand(
@@ -272,15 +260,7 @@ def rand(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """Random numbers, uniform in [0, 1), of which each rank makes its part: the same tensor on every mesh and however it is placed."""
-    mesh = _mesh(device_mesh)
-    return _C.rand(
-        _size(size),
-        mesh,
-        _placements(placements, mesh),
-        dtype or torch.get_default_dtype(),
-        layout,
-        requires_grad,
-    )
+    return _make(_C.rand, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def randn(
@@ -292,12 +272,4 @@ def randn(
     placements: Placements | None = None,
 ) -> torch.Tensor:
     """Normal random numbers, of which each rank makes its part: the same tensor on every mesh and however it is placed."""
-    mesh = _mesh(device_mesh)
-    return _C.randn(
-        _size(size),
-        mesh,
-        _placements(placements, mesh),
-        dtype or torch.get_default_dtype(),
-        layout,
-        requires_grad,
-    )
+    return _make(_C.randn, size, dtype, layout, requires_grad, device_mesh, placements)

@@ -39,7 +39,7 @@ def from_torch(tensor: "TorchDTensor", device_mesh: _C.DeviceMesh | None = None)
     """
     spec = tensor._spec
     if spec.shard_order is not None and spec.shard_order != spec.compute_default_shard_order(spec.placements):
-        raise NotImplementedError(f"from_torch: {spec} has an explicit order of cuts; redistribute it first.")
+        raise NotImplementedError(f"from_torch: {spec} has an explicit shard order; redistribute it first.")
     mesh = mesh_from_torch(tensor.device_mesh) if device_mesh is None else device_mesh
     return DTensor.from_local(
         tensor.to_local(),

@@ -24,7 +24,7 @@ def implicit_communication(
 ) -> Iterator[None]:
     """Inside, an operator that would move data between ranks to bring its arguments into a form it can work with may do so, warns, or is
     an error that names it, the argument and the two placements. What is asked for by name, as ``redistribute``, is always allowed.
-    ``strict``: so does an operator that places an argument otherwise without moving data, as by taking a slice of what each rank holds.
+    ``strict``: so does an operator that redistributes an argument without moving data, as by taking a slice of the local tensor.
     """
     scope = _C.ImplicitCommunicationScope(mode, strict)
     scope.enter()

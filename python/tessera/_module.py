@@ -25,8 +25,8 @@ def distribute_module(
 ) -> nn.Module:
     """Make the parameters and buffers of ``module`` distributed tensors, in place; return it.
 
-    ``partition_fn(name, submodule, mesh)`` is called for each submodule, the module itself (with the name "") first, and places what it
-    wants to place. Whatever is left is replicated: all ranks get the values of the mesh's first. What several submodules share stays shared.
+    ``partition_fn(name, submodule, mesh)`` is called for each submodule, the module itself (with the name "") first, and distributes what it
+    wants to. Whatever is left is replicated: all ranks get the values of the mesh's first. What several submodules share stays shared.
 
     ``input_fn(module, inputs, mesh)`` is called before each forward with its positional arguments, and ``output_fn(module, outputs, mesh)``
     after it with what it returned; what they return takes the place of that.
@@ -114,7 +114,7 @@ class Shared:
                     + ", ".join(
                         f"{path} ({_way(parameter)})" for (path, _, _), parameter in zip(group, parameters)
                     )
-                    + ". Choose styles that place them alike, or give each a parameter of its own first."
+                    + ". Choose styles that shard them alike, or give each a parameter of its own first."
                 )
             for _, submodule, name in group:
                 submodule._parameters[name] = placed[0]

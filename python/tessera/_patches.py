@@ -95,9 +95,7 @@ def _replace(name: str, replacement: Any) -> None:
 
 
 def _refuse_numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise TypeError(
-        "A distributed tensor has no numpy array: call full_tensor() for the whole of it, or to_local() for this rank's part, first."
-    )
+    raise TypeError("A distributed tensor has no numpy array: call full_tensor() or to_local() first.")
 
 
 def _new_tensor(

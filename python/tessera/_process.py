@@ -33,7 +33,7 @@ _runs = 0
 
 # --- Settings: changed by all ranks together ------------------------------------------------------------------------------------
 
-#: Functions of torch._C that change a setting of the process, and those that tell its value.
+#: Functions of torch._C that change a setting of the process, and those that return its value.
 _SETTINGS: dict[str, str] = {
     "_set_blas_preferred_backend": "_get_blas_preferred_backend",
     "_set_cpu_allow_fp16_reduced_precision_reduction": "_get_cpu_allow_fp16_reduced_precision_reduction",

@@ -1,6 +1,6 @@
 """Random numbers that do not depend on how a tensor is placed.
 
-Each is a function of the seed, the number of the call and the element's index in the whole tensor: the same on every mesh and with
+Each is a function of the seed, the count of calls and the element's index in the global tensor: the same on every mesh and with
 every placement. All ranks draw alike, so nothing is communicated; ``torch``'s own generators are neither used nor disturbed.
 
     tessera.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import Collectives, assert_whole, meshes, on_ranks, placements_of, values
 from tessera.experimental import implicit_replication, local_map
 
 import tessera
@@ -129,9 +129,11 @@ def test_bad_arguments_are_errors_of_fitting_types():
         DTensor.from_local(x, mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="gradients"):
         tessera.distribute_tensor(values(3).requires_grad_() * 2, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="redistribute"):
+    with Collectives(mesh) as count, pytest.raises(ValueError, match="redistribute"):
         tessera.distribute_tensor(x, mesh, [Replicate()])
+    assert count == 0
     assert tessera.distribute_tensor(x, mesh, [Shard(0)]) is x
+    assert tessera.distribute_tensor(x, mesh, [Shard(-2)]) is x
     with pytest.raises(NotImplementedError, match="another mesh"):
         x.redistribute(tessera.init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
     with pytest.raises(ValueError, match="reduced"):

@@ -127,8 +127,8 @@ def operators(rng, shape):
     return Step(rng.choice(texts))
 
 
-def chain(seed, mesh, told, gradients):
-    """Of this seed; ``told``: what was done."""
+def chain(seed, mesh, log, gradients):
+    """Of this seed; ``log``: what was done."""
     rng = random.Random(seed)
     op = ["max", "min", "product", "avg"][seed % 4]
     shape = [rng.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in range(rng.choice([1, 2, 2, 3]))]
@@ -142,11 +142,11 @@ def chain(seed, mesh, told, gradients):
 
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     leaf = distributed(whole, op)
-    told.append(f"{shape} on {mesh.shape}: {leaf.placements}")
+    log.append(f"{shape} on {mesh.shape}: {leaf.placements}")
     if gradients:
         whole.requires_grad_()
         leaf.requires_grad_()
-    alive = [(leaf * 1, whole * 1, True)]  # and whether it may be written: not if places of it share memory
+    alive = [(leaf * 1, whole * 1, True)]  # and whether it may be written: not if elements of it share memory
     for number in range(rng.randint(3, 9)):
         t, plain, writable = rng.choice(alive)
         make = rng.choices([views, writes, operators], [9, 6 if writable else 0, 5])[0]
@@ -160,8 +160,8 @@ def chain(seed, mesh, told, gradients):
             expected = step(plain, other, mask, torch.tensor)
         except (RuntimeError, IndexError):  # what one device refuses may have been half done
             return
-        told.append(f"{tuple(plain.shape)} {step.text}   with {others[0].placements} {others[1].placements}")
-        actual = step(t, *others, lambda places: tessera.distribute_tensor(torch.tensor(places), mesh))
+        log.append(f"{tuple(plain.shape)} {step.text}   with {others[0].placements} {others[1].placements}")
+        actual = step(t, *others, lambda positions: tessera.distribute_tensor(torch.tensor(positions), mesh))
         if make is not writes:
             if expected.numel() > 3000:
                 return
@@ -183,7 +183,7 @@ def chain(seed, mesh, told, gradients):
     except RuntimeError:  # something that is needed was written into
         return
     mine.backward()
-    told.append("backward")
+    log.append("backward")
     torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
@@ -192,13 +192,13 @@ def chain(seed, mesh, told, gradients):
 def test_equal_one_device(gradients):
     for seed in range(CHAINS):
         shape = MESHES[seed % len(MESHES)]
-        told = []
+        log = []
 
         def on_a_rank():
             mesh = tessera.init_device_mesh("cpu", shape)
-            chain(seed, mesh, told if tessera.get_rank() == 0 else [], gradients)
+            chain(seed, mesh, log if tessera.get_rank() == 0 else [], gradients)
 
         try:
             tessera.run(math.prod(shape), on_a_rank)
         except Exception as error:
-            pytest.fail(f"seed {seed}: {error}\n" + "\n".join(told))
+            pytest.fail(f"seed {seed}: {error}\n" + "\n".join(log))

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are cut, against one device, and without gathering them."""
+"""Cross entropy of logits whose classes are sharded, against one device, and without gathering them."""
 
 import contextlib
 import itertools
@@ -27,8 +27,8 @@ def case(shape, weight=False, **options):
     logits = values(*shape)
     classes = min(1, len(shape) - 1)
     count = shape[classes]
-    places = shape[:classes] + shape[classes + 1 :]
-    targets = torch.randint(0, count, places, generator=torch.Generator().manual_seed(2))
+    positions = shape[:classes] + shape[classes + 1 :]
+    targets = torch.randint(0, count, positions, generator=torch.Generator().manual_seed(2))
     if targets.ndim:
         targets.view(-1)[0] = options["ignore_index"]
     weights = values(count, seed=1).abs() if weight else None
@@ -69,14 +69,14 @@ def test_equal_to_one_device(shape):
 
 @on_ranks()
 def test_logits_are_not_moved():
-    """Of all that is communicated, as the first rank is told, nothing is as large as the logits."""
+    """Of all that is communicated, as the first rank is warned, nothing is as large as the logits."""
     mesh = init_device_mesh("cpu", (4,))
     logits = distribute_tensor(values(3, 4096), mesh, [Shard(1)]).requires_grad_()
     targets = distribute_tensor(torch.tensor([5, 4095, 2000]), mesh)
     is_first = mesh.get_rank() == 0
     with contextlib.ExitStack() as stack:
         if is_first:
-            told = stack.enter_context(warnings.catch_warnings(record=True))
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
             stack.enter_context(tessera.implicit_communication("warned"))
         for options in ({}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"weight": values(4096).abs()}):
@@ -84,7 +84,7 @@ def test_logits_are_not_moved():
                 F.cross_entropy(logits, targets, **options).backward()
             assert logits.grad.placements == (Shard(1),)
     if is_first:
-        moved = [str(warning.message) for warning in told if "redistribute" in str(warning.message)]
+        moved = [str(warning.message) for warning in caught if "redistribute" in str(warning.message)]
         assert moved and not any("4096" in text for text in moved), moved
 
 
@@ -92,16 +92,18 @@ def test_logits_are_not_moved():
 def test_plain_targets_and_weights():
     mesh = init_device_mesh("cpu", (4,))
     logits, targets, weights = values(5, 8), torch.tensor([1, 7, 0, 3, 3]), values(8, seed=1).abs()
-    cut = distribute_tensor(logits, mesh, [Shard(1)])
+    sharded = distribute_tensor(logits, mesh, [Shard(1)])
     with loss_parallel():
-        assert_whole(nn.CrossEntropyLoss(weights)(cut, targets), F.cross_entropy(logits, targets, weights))
+        assert_whole(
+            nn.CrossEntropyLoss(weights)(sharded, targets), F.cross_entropy(logits, targets, weights)
+        )
         probabilities = logits.softmax(1)
-        assert_whole(F.cross_entropy(cut, probabilities), F.cross_entropy(logits, probabilities))
+        assert_whole(F.cross_entropy(sharded, probabilities), F.cross_entropy(logits, probabilities))
         torch.testing.assert_close(
             F.cross_entropy(logits, targets), F.cross_entropy(logits, targets, reduction="mean")
         )  # all plain
     with pytest.raises(ValueError, match="plain tensor"):
-        F.cross_entropy(cut, targets)
+        F.cross_entropy(sharded, targets)
     two = init_device_mesh("cpu", (2, 2))
     with (
         loss_parallel(),

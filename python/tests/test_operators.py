@@ -281,7 +281,7 @@ def test_decompositions_of_which_a_part_is_not_wanted() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @on_ranks()
 def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: bool) -> None:
-    """Cut along heads without communication where ranks hold heads that go together; right in any case."""
+    """Sharded along heads without communication where ranks hold heads that go together; right in any case."""
     whole = [values(2, heads, 5, 4), values(2, groups, 5, 4, seed=1), values(2, groups, 5, 4, seed=2)]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -295,10 +295,10 @@ def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: boo
     for mesh in meshes():
         for placements in placements_of(whole[0], mesh, partial=False):
             ours = [tessera.distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in whole]
-            cuts = [mesh.shape[dim] for dim, placement in enumerate(placements) if placement == Shard(1)]
+            shards = [mesh.shape[dim] for dim, placement in enumerate(placements) if placement == Shard(1)]
             is_free = (
                 set(placements) <= {Replicate(), Shard(0), Shard(1)}
-                and groups % torch.Size(cuts).numel() == 0
+                and groups % torch.Size(shards).numel() == 0
                 and placements[1:] != placements[:-1]
             )
             with tessera.implicit_communication("forbidden" if is_free else "allowed"):

@@ -379,7 +379,7 @@ def test_uneven_parts_of_sequences(length):
     y.pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
     assert_same_gradients(model, plain)
-    # What a layer is told of its input counts too, and of an input that is prepared.
+    # What a layer is given of its input counts too, and of an input that is prepared.
     plain, model = filled(nn.Linear(8, 8)), filled(nn.Linear(8, 8))
     parallelize_module(model, mesh, ColwiseParallel(input_layouts=Shard(1), use_local_output=False))
     assert_whole(model(part), plain(x), **CLOSE)
@@ -685,7 +685,7 @@ def test_a_slice_of_a_mesh():
 
 @pytest.mark.parametrize("distributed", [True, False])
 @on_ranks()
-def test_inputs_are_kept_in_parts(distributed):
+def test_inputs_are_kept_in_shards(distributed):
     mesh = init_device_mesh("cpu", (4,))
     kept = []
     plain, model = filled(MLP()), filled(MLP())

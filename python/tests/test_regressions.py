@@ -17,7 +17,7 @@ from tessera import DTensor, Partial, Replicate, Shard, _StridedShard
 
 
 def partial(whole, mesh):
-    """Its parts differ from rank to rank."""
+    """Its local tensors differ from rank to rank."""
     return tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim).redistribute(
         placements=[Partial()] * mesh.ndim
     )

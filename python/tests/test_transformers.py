@@ -123,7 +123,7 @@ def assert_as_on_one_device(losses, parameters, make, *args):
     ids=["llama-sdpa", "llama-eager-tied", "gpt2-sdpa", "gpt2-eager"],
 )
 def test_training_by_placement(make, args, plan, shape):
-    """All tensors are distributed; along the first of two mesh dims the batch is cut."""
+    """All tensors are distributed; along the first of two mesh dims the batch is sharded."""
     on_one_device(make, *args)
 
     @on_ranks(torch.Size(shape).numel())

@@ -293,8 +293,8 @@ def check_claims(call: Call, expected: list[Any], verdict: Verdict, ranks: int) 
 
 
 def options(tensor: torch.Tensor) -> list[Placement]:
-    cuts: list[Placement] = [Shard(dim) for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
-    return [Replicate(), *cuts, *([Partial()] if tensor.dtype.is_floating_point else [])]
+    shards: list[Placement] = [Shard(dim) for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
+    return [Replicate(), *shards, *([Partial()] if tensor.dtype.is_floating_point else [])]
 
 
 def holds(parts: list[Any], whole: Any, ranks: int) -> bool:

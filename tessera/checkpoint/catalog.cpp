@@ -35,7 +35,8 @@ void check_chunk(const std::string& key, const TensorEntry& tensor, const Chunk&
                 " has ", chunk.length, " bytes, but its elements take ", bytes, ".");
   if (chunk.checksums) {
     const int64_t block = chunk.checksums->block;
-    TESSERA_CHECK(block > 0, what, " has checksums of blocks of ", block, " bytes.");
+    TESSERA_CHECK(block > 0 && block % 16 == 0, what, " has checksums of blocks of ", block,
+                  " bytes, which is no multiple of 16.");
     const size_t blocks = static_cast<size_t>((chunk.length - 1) / block + 1);
     TESSERA_CHECK(chunk.checksums->crc32c.size() == blocks, what, " has ", chunk.checksums->crc32c.size(),
                   " checksums, but ", blocks, " blocks.");

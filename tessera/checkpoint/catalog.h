@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/checkpoint/format.h>
 #include <tessera/checkpoint/value.h>
 
 #include <cstdint>
@@ -13,12 +14,6 @@
 
 /// What a checkpoint holds, whatever its format: each format is read into this, and written from it.
 namespace tessera::checkpoint {
-
-enum class Format {
-  Tessera,      // sharded safetensors files and index.json (native.h)
-  HuggingFace,  // safetensors files of global tensors, with or without model.safetensors.index.json
-  DCP,          // what torch.distributed.checkpoint writes: .metadata and *.distcp
-};
 
 /// How a chunk's elements lie in its file.
 enum class Container {

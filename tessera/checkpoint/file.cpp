@@ -96,16 +96,6 @@ std::string_view without_slashes(std::string_view path) {
   return path;
 }
 
-/// A hidden name beside a path: "a/b" -> "a/.b<suffix>".
-std::string beside(const std::string& path, std::string_view suffix) {
-  const std::string_view trimmed = without_slashes(path);
-  const std::string_view name = trimmed.substr(trimmed.rfind('/') + 1);
-  TESSERA_CHECK_VALUE(!name.empty() && name != "." && name != "..", "'", path,
-                      "' does not end with the name of a directory. Choose a path that does, like "
-                      "'checkpoints/step_100'.");
-  return c10::str(parent_of(path), "/.", name, suffix);
-}
-
 /// Follows no links. Nothing, if there is nothing.
 std::optional<struct stat> status_of(const std::string& path) {
   struct stat status {};
@@ -226,6 +216,12 @@ File File::create(const std::string& path) {
   return {path, descriptor};
 }
 
+File File::modify(const std::string& path) {
+  const int descriptor = retry([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY); });
+  if (descriptor < 0) fail_with(errno, "open", path);
+  return {path, descriptor};
+}
+
 int64_t File::size() const {
   struct stat status {};
   if (::fstat(descriptor_, &status) != 0) fail_with(errno, "look at", path_);
@@ -341,6 +337,15 @@ std::string parent_of(const std::string& path) {
   return std::string(without_slashes(trimmed.substr(0, slash)));
 }
 
+std::string beside(const std::string& path, std::string_view suffix) {
+  const std::string_view trimmed = without_slashes(path);
+  const std::string_view name = trimmed.substr(trimmed.rfind('/') + 1);
+  TESSERA_CHECK_VALUE(!name.empty() && name != "." && name != "..", "'", path,
+                      "' does not end with the name of a directory. Choose a path that does, like "
+                      "'checkpoints/step_100'.");
+  return c10::str(parent_of(path), "/.", name, suffix);
+}
+
 std::string path_in(const std::string& directory, const std::string& name, const std::string& source) {
   bool good = name.find('\0') == std::string::npos;
   for (size_t begin = 0; begin <= name.size();) {
@@ -349,7 +354,7 @@ std::string path_in(const std::string& directory, const std::string& name, const
     good = good && !component.empty() && component != "." && component != "..";
     begin = end + 1;
   }
-  TESSERA_CHECK(good, source, " names the file '", name,
+  TESSERA_CHECK(good, source, " names the file '", name.c_str(),
                 "', which does not lie in the checkpoint's directory. It is damaged, or not to be trusted.");
   return c10::str(directory, "/", name);
 }

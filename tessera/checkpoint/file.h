@@ -20,6 +20,8 @@ class File {
   static File open(const std::string& path);
   /// New, for writing (and reading); an error if it exists.
   static File create(const std::string& path);
+  /// One that exists, for writing into it.
+  static File modify(const std::string& path);
 
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
@@ -58,6 +60,9 @@ void sync_directory(const std::string& path);
 void remove_all(const std::string& path);
 /// The directory that a path's last component lies in: "a/b/" -> "a", "b" -> ".".
 std::string parent_of(const std::string& path);
+
+/// A hidden name beside a path: "a/b" -> "a/.b<suffix>". Throws if the path does not end with a name.
+std::string beside(const std::string& path, std::string_view suffix);
 
 /// `name` below `directory`, where `name` comes from a file that is not trusted: throws, naming `source`, unless
 /// it is a relative path without NUL and components that are empty, "." or "..".

@@ -105,10 +105,7 @@ Catalog read_huggingface(const std::string& path) {
     }
     for (const SafetensorsEntry& entry : header.tensors) {
       const auto mapped = weight_map.find(entry.name);
-      if (mapped != weight_map.end()) {
-        if (mapped->second != name) continue;
-        weight_map.erase(mapped);
-      }
+      if (mapped != weight_map.end() && mapped->second != name) continue;
       std::vector<int64_t> offsets(entry.shape.size());
       if (sharding) {
         const JsonPlace place{file.path(), "tensor", entry.name};
@@ -121,8 +118,8 @@ Catalog read_huggingface(const std::string& path) {
     }
   }
   for (const auto& [key, file] : weight_map) {
-    TESSERA_CHECK(false, "Tensor '", key, "' is not in ", directory, "/", file, ", where ",
-                  kHuggingFaceIndexFile, " says it is. The files are not of one checkpoint.");
+    TESSERA_CHECK(catalog.leaves.contains(key), "Tensor '", key, "' is not in ", directory, "/", file,
+                  ", where ", kHuggingFaceIndexFile, " says it is. The files are not of one checkpoint.");
   }
   check(catalog);
   return catalog;

@@ -74,7 +74,7 @@ constexpr int64_t kEnd64Size = 56;
 constexpr int64_t kLocator64Size = 20;
 constexpr int64_t kEndSize = 22;
 constexpr uint32_t kFull = std::numeric_limits<uint32_t>::max();  // "the zip64 field says it"
-constexpr int64_t kTorchAlignment = 64;                           // of the content of entries
+constexpr int64_t kEntryAlignment = 64;                           // of the content of entries
 
 template <typename T>
 T zip_number(std::string_view bytes, size_t at) {
@@ -407,7 +407,7 @@ class ArchiveWriter {
     const std::string large = zip64(record, /*local=*/true);
     const auto start =
         static_cast<int64_t>(record.header + kLocalSize + record.name.size() + large.size() + 4);
-    const int64_t padding = (kTorchAlignment - start % kTorchAlignment) % kTorchAlignment;
+    const int64_t padding = (kEntryAlignment - start % kEntryAlignment) % kEntryAlignment;
     number<uint32_t>(kLocalSignature);
     number<uint16_t>(0);
     flags();
@@ -524,7 +524,7 @@ class ArchiveWriter {
 void write_archive_begin(ArchiveWriter& archive, std::string_view data) {
   archive.entry("data.pkl", data);
   archive.entry(".format_version", "1");
-  archive.entry(".storage_alignment", std::to_string(kTorchAlignment));
+  archive.entry(".storage_alignment", std::to_string(kEntryAlignment));
   archive.entry("byteorder", "little");
 }
 

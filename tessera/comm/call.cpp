@@ -254,7 +254,7 @@ class Planner {
 
   void check_joined(size_t r, const Buffer& all, int64_t elements) const {
     TESSERA_CHECK(!calls_[r].joined || all.elements == elements, "In ", describe(calls_[r]), " on rank ",
-                  members_[r], ", the tensor that holds the parts of all ranks has ", all.elements,
+                  members_[r], ", the joined tensor of all ranks has ", all.elements,
                   " elements, but the parts of the ", n_, " ranks have ", elements, " together.");
   }
 

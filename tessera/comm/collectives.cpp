@@ -6,6 +6,7 @@
 #include <tessera/comm/threads/kernels.h>
 #include <tessera/comm/waits.h>
 #include <tessera/error.h>
+#include <tessera/thread_scope.h>
 
 #include <numeric>
 #include <optional>
@@ -142,22 +143,19 @@ int64_t bytes(const Tensors& tensors) {
   return sum;
 }
 
-/// Tells observers of a call, not of those that it is made of.
+/// Notifies observers of a call, not of those that it is made of.
 class Observed {
  public:
   template <class Given, class Got>
   Observed(const char* name, const Given& given, const Got& got, const Group& group) {
-    if (depth_++ > 0 || !Observer::innermost()) [[likely]]
+    if (inside_.outer() || !Observer::innermost()) [[likely]]
       return;
     const Event event{name, std::max(bytes(given), bytes(got)), group};
     for (Observer* each = Observer::innermost(); each; each = each->outer()) each->called(event);
   }
-  ~Observed() { --depth_; }
-  Observed(const Observed&) = delete;
-  Observed& operator=(const Observed&) = delete;
 
  private:
-  inline static thread_local int depth_ = 0;
+  const ThreadScope<bool, Observed> inside_{true};
 };
 
 std::string failure_beside(const Group& group) {

@@ -190,7 +190,7 @@ void end(torch_rpc::RpcAgent& agent) {
   torch_rpc::RpcAgent::setCurrentRpcAgent(nullptr);
 }
 
-/// All stop calling, then let go of what they refer to, then end the calls that takes.
+/// All stop calling, then release what they refer to, then end the calls that takes.
 void leave_together(const Session& session, Milliseconds timeout) {
   session.store->set(c10::str("done/", session.rank), "");
   const auto missing = wait_for_all(*session.store, "done", session.size, timeout);

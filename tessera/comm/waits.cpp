@@ -24,7 +24,7 @@ std::chrono::milliseconds first_interval() {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-/// Waits that one line tells of; the others are counted.
+/// Waits that one line describes; the others are counted.
 constexpr size_t kShown = 16;
 
 }  // namespace
@@ -90,7 +90,7 @@ class Watch {
   std::string report() {
     const auto now = Clock::now();
     std::string text;
-    std::set<const void*> told;
+    std::set<const void*> described;
     size_t shown = 0;
     for (Wait* wait : waits_) {
       while (due_of(*wait) <= now) ++wait->reports_;
@@ -101,7 +101,7 @@ class Watch {
     }
     if (shown > kShown) text += c10::str("; and ", shown - kShown, " more");
     for (const Wait* wait : waits_) {
-      if (wait->others_ && told.insert(wait->ranks_).second) text += wait->others_();
+      if (wait->others_ && described.insert(wait->ranks_).second) text += wait->others_();
     }
     return text + ".";
   }

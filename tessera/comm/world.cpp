@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -44,6 +45,24 @@ std::map<std::string, std::string> parse_backends(const std::string& text) {
 std::string members_text(c10::IntArrayRef ranks) {
   if (ranks.size() <= 64) return c10::Join(",", ranks);
   return c10::str(ranks.size(), "#", c10::hash<std::vector<int64_t>>()(ranks.vec()));
+}
+
+std::vector<int64_t> all_ranks(int64_t size) {
+  std::vector<int64_t> all(size);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+/// Throws unless a rank of a world of that size can make a group of these.
+void check_members(c10::IntArrayRef ranks, int64_t rank, int64_t size) {
+  TESSERA_CHECK_VALUE(std::find(ranks.begin(), ranks.end(), rank) != ranks.end(), "Rank ", rank,
+                      " is not in the group ", ranks, ". A group is made by its members alone.");
+  auto sorted = ranks.vec();
+  std::sort(sorted.begin(), sorted.end());
+  TESSERA_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size, "The group ", ranks,
+                      " has a rank outside the world of ", size, " ranks.");
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
 }
 
 bool environment_asks_for_checks() {
@@ -93,32 +112,35 @@ std::string World::backend(c10::DeviceType device) const {
 }
 
 Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {
-  GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name};
+  GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name, ""};
   const Blocking blocking;
   std::lock_guard lock(mutex_);
   if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
-
-  const auto self = std::find(ranks.begin(), ranks.end(), rank());
-  TESSERA_CHECK_VALUE(self != ranks.end(), "Rank ", rank(), " is not in the group ", ranks,
-                      ". A group is made by its members alone.");
-  auto sorted = ranks.vec();
-  std::sort(sorted.begin(), sorted.end());
-  TESSERA_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size(), "The group ", ranks,
-                      " has a rank outside the world of ", size(), " ranks.");
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
-
+  check_members(ranks, rank(), size());
   if (options_.existing_group && backend_name.empty()) {
     if (Group given = options_.existing_group(ranks, device)) {
       groups_.emplace(std::move(key), given);
       return given;
     }
   }
+  return find_or_make(std::move(key));
+}
 
+Group World::group_for(const std::string& purpose) {
+  const Blocking blocking;
+  std::lock_guard lock(mutex_);
+  return find_or_make({all_ranks(size()), c10::kCPU, backend(c10::kCPU), purpose});
+}
+
+Group World::find_or_make(GroupKey key) {
+  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+  const c10::IntArrayRef ranks = key.ranks;
+  const c10::DeviceType device = key.device;
   BackendRequest request;
   request.ranks = key.ranks;
-  request.member = self - ranks.begin();
+  request.member = std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin();
   request.name = c10::str(key.backend, "/", c10::DeviceTypeName(device, true), "/", members_text(ranks));
+  if (!key.purpose.empty()) request.name += "/" + key.purpose;
   request.device = device;
   request.timeout = timeout();
   request.hub = options_.hub;
@@ -145,11 +167,7 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
   return group;
 }
 
-Group World::group(c10::DeviceType device) {
-  std::vector<int64_t> all(size());
-  for (int64_t i = 0; i < size(); ++i) all[i] = i;
-  return group(all, device);
-}
+Group World::group(c10::DeviceType device) { return group(all_ranks(size()), device); }
 
 std::optional<std::vector<int64_t>> World::ranks_of(const Group& group) const {
   std::lock_guard lock(mutex_);

@@ -88,6 +88,10 @@ class TESSERA_API World {
   /// The group of all ranks.
   Group group(c10::DeviceType device = c10::DeviceType::CPU);
 
+  /// A group of all ranks, for CPU tensors, that is made for `purpose` alone. What is called on it is not in
+  /// order with what is called on other groups, so that another thread of each rank may do so.
+  Group group_for(const std::string& purpose);
+
   /// The ranks of a group that this world made, or nothing if it did not make it.
   std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
 
@@ -111,8 +115,11 @@ class TESSERA_API World {
     std::vector<int64_t> ranks;
     c10::DeviceType device;
     std::string backend;
+    std::string purpose;
     auto operator<=>(const GroupKey&) const = default;
   };
+
+  Group find_or_make(GroupKey key);
 
   WorldOptions options_;
   std::map<std::string, std::string> backends_;  // by device type name; "" for all others

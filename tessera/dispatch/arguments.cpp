@@ -3,7 +3,7 @@
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
-#include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
 #include <bit>
@@ -168,7 +168,7 @@ bool Arguments::unify_meshes() {
   collect_again(positions, [&](const at::Tensor& tensor) {
     const DTensorImpl* impl = tensor.defined() ? DTensorImpl::of(tensor) : nullptr;
     if (!impl || tensor.dim() > 0 || impl->spec().mesh() == mesh) return tensor;
-    return replica(execute(plan(impl->spec(), replicated(impl->spec())), impl->local()), mesh);
+    return replica(execute(*cached_plan(impl->spec(), replicated(impl->spec())), impl->local()), mesh);
   });
   return true;
 }

@@ -20,7 +20,7 @@ using torch::jit::Stack;
 /// The same tensor, replicated on all mesh dims.
 inline Spec replicated(const Spec& spec) { return spec.with_placements(replicated(spec.mesh())); }
 
-/// What tells calls apart that need different plans: the operator, the specs of its tensors, and the values of
+/// What a plan depends on: the operator, the specs of its tensors, and the values of
 /// the other arguments that its rule reads.
 using CallKey = c10::SmallVector<uint64_t, 14>;
 

@@ -15,7 +15,7 @@ c10::DispatchKeySet keys_of(const at::Tensor& local) {
   return keys;
 }
 
-/// Gives memory that views may share new values. Where places share it, as in what was expanded, they do so
+/// Gives memory that views may share new values. Where elements share it, as in what was expanded, they do so
 /// in both.
 void refresh(const at::Tensor& local, const at::Tensor& values) {
   if (local.is_non_overlapping_and_dense() || local.strides() != values.strides()) {

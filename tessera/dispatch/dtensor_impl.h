@@ -59,7 +59,7 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   const std::shared_ptr<const Origin>& origin() const { return origin_; }
   void set_origin(std::shared_ptr<const Origin> origin) { origin_ = std::move(origin); }
   /// How often operators have written into the tensor, or one that shares its memory. (Autograd's versions do
-  /// not tell: it counts no writes in inference mode, nor those through `data`.)
+  /// not say: it counts no writes in inference mode, nor those through `data`.)
   uint64_t writes() const { return writes_.value(); }
   void share_writes(const DTensorImpl& other) { writes_.share(other.writes_); }
   /// After a write: counts it, and writes it into what this is a view of, and what that is a view of.

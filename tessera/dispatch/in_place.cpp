@@ -3,7 +3,7 @@
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
-#include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <utility>
 
@@ -33,7 +33,7 @@ void put(const OperatorInfo& info, const at::Tensor& result, const at::Tensor& t
   }
   if (!impl && implicit_replication()) {
     const DTensorImpl& source = *DTensorImpl::of(result);
-    const at::Tensor full = execute(plan(source.spec(), replicated(source.spec())), source.local());
+    const at::Tensor full = execute(*cached_plan(source.spec(), replicated(source.spec())), source.local());
     if (target.sizes() != full.sizes()) target.resize_(full.sizes());
     target.copy_(full);
     return;
@@ -54,18 +54,21 @@ void put(const OperatorInfo& info, const at::Tensor& result, const at::Tensor& t
 }  // namespace
 
 bool run_reallocation(const OperatorInfo& info, Arguments& arguments) {
-  const at::Tensor self = arguments[0].toTensor();
+  const auto argument = [&](const char* name) -> const IValue& {
+    return arguments[*info.schema.argumentIndexWithName(name)];
+  };
+  const at::Tensor self = argument("self").toTensor();
   DTensorImpl* impl = DTensorImpl::of(self);
   if (info.name == "aten::set_.source_Tensor") {
-    const at::Tensor source = arguments[1].toTensor();
+    const at::Tensor source = argument("source").toTensor();
     TESSERA_CHECK(impl && DTensorImpl::of(source), info.name, ": only a distributed tensor can become ",
                   "another distributed one, but '", impl ? "source" : "self", "' is a plain tensor of shape ",
                   impl ? source.sizes() : self.sizes(), ". Distribute it with distribute_tensor first.");
     TESSERA_CHECK(self.scalar_type() == source.scalar_type(), info.name, ": 'source' is of type ",
                   source.scalar_type(), ", but 'self' of type ", self.scalar_type(), ".");
     if (!self.is_same(source)) impl->take(*DTensorImpl::of(source));
-  } else if (!impl || info.name != "aten::resize_" || !self.sizes().equals(arguments[1].toIntVector()) ||
-             !arguments[2].isNone()) {
+  } else if (!impl || info.name != "aten::resize_" || !self.sizes().equals(argument("size").toIntVector()) ||
+             !argument("memory_format").isNone()) {
     return false;
   }
   arguments.replace_by({self});

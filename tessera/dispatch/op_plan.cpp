@@ -45,7 +45,7 @@ class Planner {
   }
 
  private:
-  /// What the specs alone tell, so that it is known to be right for all calls with this key.
+  /// What follows from the specs alone, so that it is known to be right for all calls with this key.
   void check() const {
     TESSERA_CHECK(!info_.reshapes_in_place && !info_.reallocates, info_.name,
                   ": the shape of a distributed tensor cannot be changed in place. Use "
@@ -70,7 +70,7 @@ class Planner {
                           info_.argument_name(call_.positions[0]), "' is on ", mesh, " of ranks ",
                           c10::IntArrayRef(mesh.ranks()),
                           ". All distributed tensors of an operator must be on the same mesh: gather one "
-                          "with full_tensor() and distribute it anew.");
+                          "with full_tensor() and distribute it again.");
     }
   }
 

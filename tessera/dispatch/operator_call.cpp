@@ -15,6 +15,7 @@
 #include <tessera/redistribute/plan.h>
 #include <tessera/rules/choose.h>
 #include <tessera/rules/rule.h>
+#include <tessera/thread_scope.h>
 
 #include <algorithm>
 #include <iterator>
@@ -34,23 +35,8 @@ namespace {
 
 using c10::IValue;
 
-/// While it lives, operators are called on behalf of another one, whose name users know.
-class OuterOperator {
- public:
-  explicit OuterOperator(const std::string& name) : previous_(name_) {
-    if (!name_) name_ = &name;
-  }
-  ~OuterOperator() { name_ = previous_; }
-  OuterOperator(const OuterOperator&) = delete;
-  OuterOperator& operator=(const OuterOperator&) = delete;
-
-  /// Null if they are not.
-  static const std::string* name() { return name_; }
-
- private:
-  inline static thread_local const std::string* name_ = nullptr;
-  const std::string* previous_;
-};
+/// The name of the operator on whose behalf others are called, which users know; null if there is none.
+using OuterOperator = ThreadScope<const std::string*, struct OuterOperatorTag>;
 
 /// One call of one operator on distributed tensors.
 class OperatorCall {
@@ -93,7 +79,7 @@ class OperatorCall {
       const bool by_functional = arguments_.writes() && !strategy.local.writes;
       if (strategy.decompose || (strategy.has_local && by_functional)) {
         arguments_.restore();
-        const OuterOperator outer(info_.name);
+        const OuterOperator outer(OuterOperator::current() ? OuterOperator::current() : &info_.name);
         if (!by_functional) return replace(strategy.decompose);
         run_functional(info_, arguments_);  // which writes: out= operators have no such strategy
         return;
@@ -219,9 +205,9 @@ class OperatorCall {
   }
 
   void report(const std::string& problem) const {
-    const std::string what =
-        c10::str(OuterOperator::name() ? *OuterOperator::name() + ", by " : "", info_.name, ": ", problem,
-                 ". Do it with redistribute() before the call, or choose placements that need none.");
+    const std::string what = c10::str(
+        OuterOperator::current() ? *OuterOperator::current() + ", by " : "", info_.name, ": ", problem,
+        ". Do it with redistribute() before the call, or choose placements that need none.");
     TESSERA_CHECK(implicit_communication() != ImplicitCommunication::forbidden, what);
     TORCH_WARN(what);
   }
@@ -361,7 +347,7 @@ class OperatorCall {
   Arguments arguments_;
   std::shared_ptr<OpPlan> plan_;
   Stack view_arguments_;                      // with which a view is to be made again
-  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them can tell
+  std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them knows them
   size_t next_output_ = 0;
 };
 

@@ -15,7 +15,7 @@ namespace tessera {
 
 /// Whether the operator itself may refuse these arguments, the distributed tensors among them, on one device.
 /// Asks the operator about stand-ins, so that all ranks get the same answer and nothing is communicated or
-/// drawn. True is only a doubt: on replicas the operator says itself whether it refuses them, and why.
+/// drawn. True is only a doubt: the replicated fallback shows whether it refuses them, and why.
 
 /// For their shapes, or the values of what is no tensor: asked of meta tensors of the global shapes. An
 /// operator that has no meta kernel gives no cause for doubt.

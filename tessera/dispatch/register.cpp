@@ -44,7 +44,7 @@ void late_kernel(const c10::OperatorHandle& op, Stack* stack) {
   {
     const std::lock_guard lock(mutex);
     auto& known = infos[c10::toString(op.operator_name())];
-    if (!known || !(known->op == op)) known = new OperatorInfo(op);  // a library may define it anew
+    if (!known || !(known->op == op)) known = new OperatorInfo(op);  // a library may define it again
     info = known;
   }
   dispatch_operator(*info, *stack);

@@ -1,7 +1,7 @@
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
-#include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_cache.h>
 
 #include <functional>
 #include <memory>
@@ -18,10 +18,12 @@ using c10::IValue;
 
 /// One of the views that an operator makes of a tensor.
 at::Tensor view_of(const c10::OperatorHandle& op, Stack arguments, const at::Tensor& base, size_t index) {
-  arguments[0] = base;
-  // In `arguments` it counts from where the base begins; see offset_from_self.
-  if (op.schema().name() == "aten::as_strided" && DTensorImpl::of(base) && !arguments[3].isNone())
-    arguments[3] = arguments[3].toInt() + base.storage_offset();
+  arguments.front() = base;
+  if (op.schema().name() == "aten::as_strided" && DTensorImpl::of(base)) {
+    // In `arguments` it counts from where the base begins; see offset_from_self.
+    IValue& offset = arguments[*op.schema().argumentIndexWithName("storage_offset")];
+    if (!offset.isNone()) offset = offset.toInt() + base.storage_offset();
+  }
   op.callBoxed(arguments);
   std::vector<at::Tensor> views;
   for (const IValue& result : arguments) {
@@ -51,9 +53,9 @@ std::function<void(const at::Tensor&, const at::Tensor&)> replay(const c10::Oper
     const Spec full_base = replicated(of_base);
     const Spec full_view = replicated(of_view);
     const at::Tensor full = at::empty_strided(of_base.shape(), of_base.strides(), base.options());
-    copy_into(full, execute(plan(of_base, full_base), base));
-    copy_into(view_of(op, arguments, full, index), execute(plan(of_view, full_view), view));
-    copy_into(base, execute(plan(full_base, of_base), full));
+    copy_into(full, execute(*cached_plan(of_base, full_base), base));
+    copy_into(view_of(op, arguments, full, index), execute(*cached_plan(of_view, full_view), view));
+    copy_into(base, execute(*cached_plan(full_base, of_base), full));
   };
 }
 
@@ -75,7 +77,7 @@ std::vector<int64_t> view_offsets(const c10::OperatorHandle& op, Stack arguments
 
 void offset_from_self(const OperatorInfo& as_strided, Arguments& arguments) {
   const at::Tensor& self = arguments[0].toTensor();
-  IValue& offset = arguments[3];
+  IValue& offset = arguments[*as_strided.schema.argumentIndexWithName("storage_offset")];
   if (offset.isNone()) return;
   TESSERA_CHECK(offset.toInt() >= self.storage_offset(), as_strided.name, ": storage offset ", offset.toInt(),
                 " lies before 'self', a view that begins at ", self.storage_offset(),

@@ -1,6 +1,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/dtensor/gradient.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/random/generator.h>
@@ -59,7 +60,8 @@ Placements with_partials_replicated(Placements placements) {
 /// allocation.
 at::Tensor with_message(at::Tensor tensor) {
   tensor.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      "A DTensor has no data pointer, as its data lies on many ranks: call to_local() for this rank's part.");
+      "A DTensor has no data pointer, as its data lies on many ranks: call to_local() for this rank's local "
+      "tensor.");
   return tensor;
 }
 
@@ -153,7 +155,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
-/// Finds the global shape from what the ranks hold, and checks that it fits together on all of them.
+/// Finds the global shape from the local tensors, and checks that it fits together on all of them.
 std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mesh,
                                   const Placements& placements) {
   constexpr int64_t kMaxDims = 24;
@@ -198,7 +200,7 @@ DTensor made(at::Tensor local, const Spec& spec, const at::TensorOptions& option
   return result;
 }
 
-/// A new tensor whose local part `write` fills. On P(op) the parts reduce to what it writes.
+/// A new tensor whose local tensor `write` fills. On P(op) the partial values reduce to what it writes.
 template <class Write>
 DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& placements,
               at::TensorOptions options, const Write& write) {
@@ -226,6 +228,12 @@ at::TensorOptions of_integers(const at::TensorOptions& options) {
 }
 
 }  // namespace
+
+bool redistributes_gradient(const at::Tensor& tensor) {
+  const torch::autograd::Node* node = tensor.grad_fn().get();
+  return dynamic_cast<const torch::autograd::CppNode<Redistribute>*>(node) ||
+         dynamic_cast<const torch::autograd::CppNode<FromLocal>*>(node);
+}
 
 DTensor::DTensor(at::Tensor tensor) : at::Tensor(std::move(tensor)) {
   TESSERA_CHECK_VALUE(!defined() || is_dtensor(*this), "This tensor of shape ", sizes(),
@@ -355,26 +363,26 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
                       "distribute_tensor: needs a plain tensor, but this one is ",
                       tensor.defined() ? "distributed already; use redistribute." : "undefined.");
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = tensor.detach().to(mesh.device_type());
-  const Spec target(mesh, placements, whole.sizes(), std::nullopt, whole.scalar_type());
+  const at::Tensor global = tensor.detach().to(mesh.device_type());
+  const Spec target(mesh, placements, global.sizes(), std::nullopt, global.scalar_type());
   const Spec placed = target.with_placements(with_partials_replicated(target.placements()));
   at::Tensor local;
   if (!mesh.is_member()) {
-    local = at::empty({0}, whole.options());
+    local = at::empty({0}, global.options());
   } else if (!source || mesh.size() == 1) {
-    local = select_pieces(whole, placed.local_pieces()).contiguous();
-    if (local.is_alias_of(whole)) local = local.clone();
+    local = select_pieces(global, placed.local_pieces()).contiguous();
+    if (local.is_alias_of(global)) local = local.clone();
   } else {
-    TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank number ",
+    TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank ",
                         *source, " in ", mesh, ".");
     const Group group = mesh.get_joint_group();
-    local = new_memory(placed.local_shape(), whole.options());
-    std::vector<at::Tensor> parts;
+    local = new_memory(placed.local_shape(), global.options());
+    std::vector<at::Tensor> locals;
     if (group->getRank() == *source) {
       for (const auto& coordinate : mesh.coordinates())
-        parts.push_back(select_pieces(whole, placed.local_pieces(coordinate)).contiguous());
+        locals.push_back(select_pieces(global, placed.local_pieces(coordinate)).contiguous());
     }
-    comm::scatter(local, parts, *source, group).wait();
+    comm::scatter(local, locals, *source, group).wait();
   }
   if (mesh.is_member()) local = execute(*cached_plan(placed, target), local);
   DTensor result(with_message(make_dtensor(std::move(local), target)));

@@ -110,7 +110,7 @@ TESSERA_API void check_no_partial(at::TensorList tensors, const std::string& wha
 TESSERA_API DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements,
                                       std::optional<int64_t> source = 0);
 
-/// New tensors, of which each rank allocates only its part. On P(op) the parts reduce to the value asked for.
+/// New tensors, of which each rank allocates its shard. On P(op) partial values reduce to the value asked for.
 TESSERA_API DTensor empty(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
                           at::TensorOptions options = {});
 TESSERA_API DTensor full(c10::IntArrayRef shape, const at::Scalar& value, const DeviceMesh& mesh,

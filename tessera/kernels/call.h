@@ -7,6 +7,7 @@
 
 namespace tessera::kernels {
 
+using rules::self_tensor;
 using rules::Stack;
 
 /// What the operator itself gives, of local tensors or distributed ones.

@@ -64,12 +64,12 @@ Halos::Cover ShardedConvolution::cover() const {
 }
 
 Stack ShardedConvolution::forward(const c10::OperatorHandle& op, Stack arguments) const {
-  const at::Tensor x = halos_.fetch(arguments[0].toTensor(), 0);
+  c10::IValue& input = NamedArguments(op, arguments)["input"];
+  const at::Tensor x = halos_.fetch(input.toTensor(), 0);
   if (halos_.idle()) return {at::zeros(output_shape_, x.options())};
-  arguments[0] = x;
+  input = x;
   put_padding(op, arguments);
-  op.callBoxed(arguments);
-  return {halos_.cropped(arguments[0].toTensor(), cover())};
+  return {halos_.cropped(call_operator(op, std::move(arguments))[0].toTensor(), cover())};
 }
 
 Stack ShardedConvolution::backward(const c10::OperatorHandle& op, Stack arguments) const {

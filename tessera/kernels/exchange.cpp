@@ -88,14 +88,14 @@ std::vector<int64_t> ShardGroup::sizes(const at::Tensor& own, int64_t dim) const
 }
 
 at::Tensor ShardGroup::join(const at::Tensor& own, int64_t dim, const std::vector<int64_t>& sizes) const {
-  comm::Tensors outputs(ranks_.size()), parts;
+  comm::Tensors outputs(ranks_.size()), received;
   auto shape = own.sizes().vec();
   for (const size_t i : c10::irange(ranks_.size())) {
     shape[dim] = sizes[i];
-    parts.push_back(outputs[ranks_[i]] = new_memory(shape, own.options()));
+    received.push_back(outputs[ranks_[i]] = new_memory(shape, own.options()));
   }
   comm::all_gather(outputs, own.contiguous(), group_).wait();
-  return joined(parts, dim);
+  return joined(received, dim);
 }
 
 int64_t ShardGroup::before(const std::vector<int64_t>& sizes) const {
@@ -106,7 +106,7 @@ Holding holding(const Spec& spec, int64_t dim) {
   return [spec, dim](c10::IntArrayRef coordinate) { return spec.local_pieces(coordinate)[dim]; };
 }
 
-/// What goes from a rank that holds `source` to one that holds `target`: parts of both, in the same order.
+/// What goes from a rank that has `source` to one that has `target`: segments of both, in the same order.
 struct Exchange::Route {
   std::vector<Part> source, target;
 };
@@ -114,24 +114,24 @@ struct Exchange::Route {
 Exchange::Route Exchange::route(const Pieces& source, const Pieces& target,
                                 const std::vector<StridedSegment>& segments) {
   Route result;
-  for (const StridedSegment& stretch : segments) {
-    int64_t held = 0;
+  for (const StridedSegment& segment : segments) {
+    int64_t before = 0;
     for (const Range& piece : target) {
-      const Numbers wanted = inside(piece, stretch.to, stretch.to_step, stretch.count);
+      const Numbers wanted = inside(piece, segment.to, segment.to_step, segment.count);
       int64_t kept = 0;
       for (const Range& other : source) {
-        const Numbers there = inside(other, stretch.from, stretch.from_step, stretch.count);
+        const Numbers there = inside(other, segment.from, segment.from_step, segment.count);
         const int64_t first = std::max(wanted.first, there.first), last = std::min(wanted.last, there.last);
         if (first <= last) {
           const int64_t count = last - first + 1;
           result.target.push_back(
-              {stretch.to + first * stretch.to_step - piece.offset + held, stretch.to_step, count});
+              {segment.to + first * segment.to_step - piece.offset + before, segment.to_step, count});
           result.source.push_back(
-              {stretch.from + first * stretch.from_step - other.offset + kept, stretch.from_step, count});
+              {segment.from + first * segment.from_step - other.offset + kept, segment.from_step, count});
         }
         kept += other.size;
       }
-      held += piece.size;
+      before += piece.size;
     }
   }
   return result;
@@ -166,7 +166,7 @@ void exchange(const at::Tensor& target, const Spec& target_spec, const at::Tenso
               const Spec& source_spec, int64_t dim, const std::vector<StridedSegment>& segments) {
   const std::vector<int64_t> mesh_dims = mesh_dims_of(source_spec, dim);
   TESSERA_CHECK(mesh_dims == mesh_dims_of(target_spec, dim), "cannot exchange along dim ", dim, " from ",
-                source_spec, " to ", target_spec, ": both must be cut alike.");
+                source_spec, " to ", target_spec, ": both must be sharded alike.");
   Exchange(source_spec.mesh(), mesh_dims, dim, holding(source_spec, dim), holding(target_spec, dim),
            segments)(target, source);
 }
@@ -178,7 +178,7 @@ rules::Localize exchanged(int64_t dim, std::vector<StridedSegment> segments, std
     if (mesh_dims_of(input, dim).empty()) return local;
     local.communicates = true;
     local.compute = [=](const c10::OperatorHandle&, rules::Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = rules::self_tensor(arguments);
       const at::Tensor result = fill ? at::full(output.local_shape(), *fill, x.options())
                                      : new_memory(output.local_shape(), x.options());
       exchange(result, output, x, input, dim, segments);

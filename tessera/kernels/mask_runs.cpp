@@ -68,13 +68,14 @@ MaskRuns::Routes MaskRuns::routes(int64_t size) const {
   Routes result;
   result.local = rows.local_shape()[0];
   result.group = group_of(mesh, mesh_dims_);
-  const Range held{rows.global_offset()[0], result.local};
+  const Range local_rows{rows.global_offset()[0], result.local};
   std::vector<int64_t> offsets;
   for (const auto& coordinate : mesh.coordinates_along(mesh_dims_)) {
     const Range there{rows.global_offset(coordinate)[0], rows.local_shape(coordinate)[0]};
     offsets.push_back(there.offset);
     result.to.push_back(own.within(there).total());
-    result.from.push_back(at::sub(runs(coordinate).within(held).indices(), held.offset).to(device_));
+    result.from.push_back(
+        at::sub(runs(coordinate).within(local_rows).indices(), local_rows.offset).to(device_));
   }
   result.order.resize(offsets.size());
   std::iota(result.order.begin(), result.order.end(), 0);

@@ -137,8 +137,9 @@ struct SlidingShard : PoolShard {
 };
 
 Stack max_pool(const SlidingShard& shard, const c10::OperatorHandle& op, Stack arguments) {
-  const at::Tensor x = arguments[0].toTensor();
-  arguments[0] = shard.halos.fetch(x, *neutral(ReduceOp::max, x.scalar_type()));
+  c10::IValue& self = NamedArguments(op, arguments)["self"];
+  const at::Tensor x = self.toTensor();
+  self = shard.halos.fetch(x, *neutral(ReduceOp::max, x.scalar_type()));
   if (shard.halos.idle()) return no_maxima(shard, x);
   shard.put_padding(op, arguments);
   Stack results = call_operator(op, std::move(arguments));
@@ -147,10 +148,11 @@ Stack max_pool(const SlidingShard& shard, const c10::OperatorHandle& op, Stack a
 }
 
 Stack avg_pool(const SlidingShard& shard, const c10::OperatorHandle& op, Stack arguments) {
-  const at::Tensor x = shard.halos.fetch(arguments[0].toTensor(), 0);
+  const NamedArguments named(op, arguments);
+  const at::Tensor x = shard.halos.fetch(named.tensor("self"), 0);
   if (shard.halos.idle()) return {new_memory(shard.result.local_shape(), x.options())};
-  arguments[0] = x;
-  NamedArguments(op, arguments)["divisor_override"] = 1;
+  named["self"] = x;
+  named["divisor_override"] = 1;
   shard.put_padding(op, arguments);
   return {call_operator(op, std::move(arguments))[0].toTensor().div_(shard.divisors(x.options()))};
 }
@@ -272,7 +274,7 @@ struct AdaptiveShard : PoolShard {
 };
 
 Stack max_pool(const AdaptiveShard& shard, const c10::OperatorHandle& op, Stack arguments) {
-  const at::Tensor x = shard.halos.fetch(arguments[0].toTensor(), 0);
+  const at::Tensor x = shard.halos.fetch(self_tensor(arguments), 0);
   if (shard.halos.idle()) return no_maxima(shard, x);
   Stack results = call_operator(op, {shard.tiled(x), shard.local_sizes()});
   results[1] = shard.global(results[1].toTensor());
@@ -280,7 +282,7 @@ Stack max_pool(const AdaptiveShard& shard, const c10::OperatorHandle& op, Stack 
 }
 
 Stack avg_pool(const AdaptiveShard& shard, const c10::OperatorHandle& op, Stack arguments) {
-  const at::Tensor x = shard.halos.fetch(arguments[0].toTensor(), 0);
+  const at::Tensor x = shard.halos.fetch(self_tensor(arguments), 0);
   if (shard.halos.idle()) return {new_memory(shard.result.local_shape(), x.options())};
   const at::Tensor tiled = shard.blanked(shard.tiled(x));
   return {shard.weighted(call_operator(op, {tiled, shard.local_sizes()})[0].toTensor())};

@@ -199,7 +199,7 @@ struct DeviceMesh::State {
     }
     hash = c10::get_hash(root->world.get(), static_cast<int>(root->device), shape);
     for (const std::string& name : names) hash = c10::hash_combine(hash, std::hash<std::string>()(name));
-    // Eight ranks, spread evenly, tell nearly all meshes apart, and a mesh over very many ranks hashes as
+    // Eight ranks, spread evenly, distinguish nearly all meshes, and a mesh over very many ranks hashes as
     // fast.
     const Axis all = join(axes);
     for (int64_t i = 0; i < 8; ++i) {

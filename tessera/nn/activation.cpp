@@ -1,4 +1,5 @@
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/dtensor/gradient.h>
 #include <tessera/error.h>
 #include <tessera/nn/activation.h>
 
@@ -63,6 +64,26 @@ struct ReduceGradient : torch::autograd::Function<ReduceGradient> {
   }
 };
 
+/// The tensor, with its gradient reduced as above. Layers that are called with the same tensor one after the
+/// other, as the projections to queries, keys and values are, share the reduction: autograd adds up their
+/// partial gradients, which does not communicate, and then reduces the sum.
+at::Tensor with_reduced_gradient(const at::Tensor& tensor) {
+  using torch::autograd::Node;
+  if (!at::GradMode::is_enabled() || redistributes_gradient(tensor)) return tensor;
+  // The last reduction, while a graph has it. Ranks agree on whether there is one: all that is in one backward
+  // is in one graph.
+  thread_local c10::weak_intrusive_ptr<Node> last{c10::intrusive_ptr<Node>()};
+  if (const auto node = last.lock();
+      node && node->next_edge(0) == torch::autograd::impl::gradient_edge(tensor)) {
+    at::Tensor result = tensor.detach();
+    torch::autograd::impl::set_gradient_edge(result, {node, 0});
+    return result;
+  }
+  at::Tensor result = ReduceGradient::apply(tensor);
+  last = c10::weak_intrusive_ptr<Node>(result.grad_fn());
+  return result;
+}
+
 }  // namespace
 
 Placements ParallelDim::placements(const Placement& along) const {
@@ -83,7 +104,7 @@ at::Tensor prepare_activation(const at::Tensor& tensor, const ParallelDim& where
   // What from_local and redistribute return has its gradient redistributed by them.
   if (placements != given.placements()) return given.redistribute(std::move(placements), {.async_op = true});
   const bool reduce = layout.reduce_gradient && !plain && given.requires_grad();
-  return reduce ? ReduceGradient::apply(static_cast<const at::Tensor&>(given)) : at::Tensor(given);
+  return reduce ? with_reduced_gradient(given) : at::Tensor(given);
 }
 
 }  // namespace tessera

@@ -31,7 +31,8 @@ struct ActivationLayout {
   /// The global size of the last dim. A plain tensor that is sharded there then needs no exchange of sizes.
   std::optional<int64_t> features = {};
   /// Redistribute its gradient to the placements that it came with (P as R), whatever computes it: where
-  /// ranks have partial values of the gradient, they are reduced here.
+  /// ranks have partial values of the gradient, they are reduced here, once for all layers that are called
+  /// with the same distributed tensor one after the other.
   bool reduce_gradient = false;
 };
 

@@ -1,8 +1,9 @@
-#include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/nn/input_reshard.h>
+#include <tessera/nn/saved_shard.h>
 
 #include <memory>
+#include <optional>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -13,36 +14,18 @@ namespace {
 
 class Reshard final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit Reshard(const InputReshard& scope)
-      : mesh_(scope.mesh()), mesh_dim_(scope.mesh_dim()), dim_(scope.dim()) {}
+  explicit Reshard(const InputReshard& scope) : layout_{scope.mesh(), scope.mesh_dim(), scope.dim()} {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    const at::NoGradGuard no_grad;
-    kept_ = tensor;
-    if (!DTensor::is_dtensor(tensor) || tensor.dim() < 2 || tensor.dim() <= dim_) return;
-    const DTensor distributed(tensor);
-    if (distributed.device_mesh() != mesh_ || !distributed.placements()[mesh_dim_].is_replicate()) return;
-    // A copy: a view would keep the unsharded tensor alive.
-    kept_ = redistributed(distributed, Shard(dim_)).clone();
-    is_sharded_ = true;
+    shard_ = SavedShard::of(tensor, layout_);
+    if (!shard_) kept_ = tensor;
   }
-
-  at::Tensor call_unpack_hook() override {
-    const at::NoGradGuard no_grad;
-    return is_sharded_ ? redistributed(DTensor(kept_), Replicate()) : kept_;
-  }
+  at::Tensor call_unpack_hook() override { return shard_ ? shard_->gathered() : kept_; }
 
  private:
-  at::Tensor redistributed(const DTensor& tensor, const Placement& placement) const {
-    Placements placements = tensor.placements();
-    placements[mesh_dim_] = placement;
-    return tensor.redistribute(std::move(placements));
-  }
-
-  const DeviceMesh mesh_;
-  const int64_t mesh_dim_, dim_;
-  at::Tensor kept_;
-  bool is_sharded_ = false;
+  const SavedShard::Layout layout_;
+  std::optional<SavedShard> shard_;
+  at::Tensor kept_;  // if not sharded
 };
 
 /// libtorch asks its engine what to do with what is saved. This one answers, and leaves all else to the

@@ -23,7 +23,7 @@
 /// are an error, as nothing says how they are placed along the others.
 ///
 /// What a style means for a layer is in layer_plan.h. Where ranks have partial values of the gradient of a
-/// layer's input, they are reduced where the layer begins.
+/// layer's input, they are reduced where the layer begins, once for layers that share an input.
 namespace tessera {
 
 /// What to do with a module. A value; one can make one's own.
@@ -42,7 +42,8 @@ struct ColwiseOptions {
   std::optional<Placement> input_layouts = {};
   /// How the output is to be placed; by default as the layer returns it.
   std::optional<Placement> output_layouts = {};
-  /// Return the local tensor.
+  /// Return the local tensor. Python does by default, as PyTorch does: models that were written for PyTorch's
+  /// styles expect local shapes. With global ones a model's code stays as it is.
   bool use_local_output = false;
   /// Into how many pieces of one size the model splits the output; each of them is sharded, so that splitting
   /// does not communicate. A projection to queries, keys and values in one has 3.

@@ -77,7 +77,7 @@ at::Tensor one_hot(const at::Tensor& self, int64_t classes) {
   TESSERA_CHECK(self.scalar_type() == at::kLong, "one_hot: expected a tensor of int64, got ",
                 self.scalar_type(), ".");
   TESSERA_CHECK(self.numel() > 0 || classes > 0,
-                "one_hot: an empty tensor does not tell how many classes there are; say it.");
+                "one_hot: an empty tensor does not say how many classes there are; give num_classes.");
   if (self.numel() > 0) {
     const auto least = self.min().item<int64_t>(), largest = self.max().item<int64_t>();
     if (classes == -1) classes = largest + 1;
@@ -93,21 +93,21 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
   return replicate(at::eye(shape[0], shape[1], grad.options()), DTensor(grad).device_mesh()) * grad;
 }
 
-at::Tensor whole(const at::Tensor& tensor) {
+at::Tensor full_of(const at::Tensor& tensor) {
   return DTensor::is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
 }
 
 std::vector<int64_t> integers(const at::Tensor& tensor) {
-  const at::Tensor values = whole(tensor.detach()).to(at::kCPU, at::kLong).contiguous();
+  const at::Tensor values = full_of(tensor.detach()).to(at::kCPU, at::kLong).contiguous();
   return {values.const_data_ptr<int64_t>(), values.const_data_ptr<int64_t>() + values.numel()};
 }
 
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& indices_or_sections,
                                      int64_t dim) {
-  // Of a number or of a list, which is checked there as ever.
-  const at::Tensor value = whole(indices_or_sections.detach());
+  // A scalar tensor or a list, which is checked there as ever.
+  const at::Tensor value = full_of(indices_or_sections.detach());
   if (!DTensor::is_dtensor(self) || value.dim() > 1 || value.scalar_type() != at::kLong)
-    return at::tensor_split(whole(self), value, dim);
+    return at::tensor_split(full_of(self), value, dim);
   const std::vector<int64_t> numbers = integers(value);
   return value.dim() == 0 ? at::tensor_split(self, numbers[0], dim) : at::tensor_split(self, numbers, dim);
 }
@@ -128,9 +128,9 @@ at::Tensor rows_of(const at::Tensor& tensor, const at::Tensor& numbers) {
 /// How many sequences there are at each step is plain: layers read it.
 std::tuple<at::Tensor, at::Tensor> pack_padded_sequence(const at::Tensor& input, const at::Tensor& lengths,
                                                         bool batch_first) {
-  const at::Tensor known = whole(lengths);
+  const at::Tensor known = full_of(lengths);
   if (!DTensor::is_dtensor(input) || input.numel() == 0)
-    return at::_pack_padded_sequence(whole(input), known, batch_first);
+    return at::_pack_padded_sequence(full_of(input), known, batch_first);
   const at::Tensor numbers = at::arange(input.size(0) * input.size(1)).view({input.size(0), input.size(1)});
   const auto [rows, batch_sizes] = at::_pack_padded_sequence(numbers, known, batch_first);
   return {rows_of(input.flatten(0, 1), rows.to(input.device())), batch_sizes};
@@ -139,7 +139,7 @@ std::tuple<at::Tensor, at::Tensor> pack_padded_sequence(const at::Tensor& input,
 std::tuple<at::Tensor, at::Tensor> pad_packed_sequence(const at::Tensor& data, const at::Tensor& batch_sizes,
                                                        bool batch_first, const at::Scalar& padding_value,
                                                        int64_t total_length) {
-  const at::Tensor known = whole(batch_sizes);
+  const at::Tensor known = full_of(batch_sizes);
   if (!DTensor::is_dtensor(data))
     return at::_pad_packed_sequence(data, known, batch_first, padding_value, total_length);
   const auto [rows, lengths] =
@@ -182,7 +182,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return DTensor::is_dtensor(self) && DTensor::is_dtensor(from);
 }
 
-/// In one operator, whose mask is whole also where the input is a partial sum.
+/// In one operator, whose mask is replicated also where the input is a partial sum.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
   if (!train || p == 0 || input.numel() == 0) return input;

@@ -224,7 +224,7 @@ at::Tensor embedding(c10::DispatchKeySet keys, const at::Tensor& weight, const a
   return ShardedRows::apply(weight, indices, padding.expect_int(), scales);
 }
 
-/// Of what one rank holds of the table; its rule is with those of embeddings.
+/// Of the local shard of the weight; its rule is with those of embeddings.
 at::Tensor embedding_backward(const at::Tensor& gradient, const at::Tensor& indices, const at::Tensor& weight,
                               int64_t padding, bool scales) {
   return at::embedding_dense_backward(gradient, indices, weight.size(0), padding, scales);

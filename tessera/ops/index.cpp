@@ -310,8 +310,8 @@ Table index_rules() {
 
 // --- autograd
 
-/// x[i] and x[mask] of what is cut: the gradient is cut as x is. libtorch's formula adds into zeros in place,
-/// which are whole, as it knows nothing of x but its shape.
+/// x[i] and x[mask] of what is sharded: so is the gradient. libtorch's formula adds into zeros in place,
+/// which are unsharded, as it knows nothing of x but its shape.
 namespace tessera {
 
 namespace {

@@ -45,8 +45,8 @@ Localize joined_by_exchange(int64_t dim) {
     LocalCall local;
     if (mesh_dims_of(chosen.inputs[0], dim).empty()) return local;
     local.communicates = true;
-    local.compute = [dim, chosen](const c10::OperatorHandle&, Stack arguments) {
-      const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
+    local.compute = [dim, chosen](const c10::OperatorHandle& op, Stack arguments) {
+      const std::vector<at::Tensor> tensors = NamedArguments(op, arguments)["tensors"].toTensorVector();
       auto dtype = tensors[0].scalar_type();
       for (const at::Tensor& each : tensors) dtype = c10::promoteTypes(dtype, each.scalar_type());
       const at::Tensor result =
@@ -178,8 +178,8 @@ std::optional<Strategies> pad(const OpCall& call) {
 }
 
 /// As rows of blocks, each between zeros.
-Stack block_diagonal(const c10::OperatorHandle&, Stack arguments) {
-  std::vector<at::Tensor> blocks = arguments[0].toTensorVector();
+Stack block_diagonal(const c10::OperatorHandle& op, Stack arguments) {
+  std::vector<at::Tensor> blocks = NamedArguments(op, arguments)["tensors"].toTensorVector();
   int64_t columns = 0, before = 0;
   for (at::Tensor& block : blocks) {
     if (block.dim() < 2) block = block.view({1, block.numel()});

@@ -34,11 +34,12 @@ Rule norms() {
     if (!lacks || (p >= 0 && !std::isinf(p))) return local;
     local.compute = [neutral = p > 0 ? 0 : std::numeric_limits<double>::infinity()](
                         const c10::OperatorHandle& op, Stack arguments) {
-      std::vector<at::Tensor> items = arguments[0].toTensorVector();
+      c10::IValue& self = NamedArguments(op, arguments)["self"];
+      std::vector<at::Tensor> items = self.toTensorVector();
       for (at::Tensor& item : items) {
         if (item.numel() == 0) item = at::full({1}, neutral, item.options());
       }
-      arguments[0] = std::move(items);
+      self = std::move(items);
       return call_operator(op, std::move(arguments));
     };
     return local;

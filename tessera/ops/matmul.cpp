@@ -39,8 +39,8 @@ Rule addmv() {
     if (call.tensors[0].shape() == call.tensors[1].shape().slice(0, 1)) return {};
     return [](const ChosenSpecs&) {
       return LocalCall{{}, [](const c10::OperatorHandle& op, Stack arguments) {
-                         const int64_t rows = NamedArguments(op, arguments)["mat"].toTensor().size(0);
-                         arguments[0] = arguments[0].toTensor().expand({rows});
+                         const NamedArguments named(op, arguments);
+                         named["self"] = named.tensor("self").expand({named.tensor("mat").size(0)});
                          return call_operator(op, std::move(arguments));
                        }};
     };
@@ -182,7 +182,7 @@ Table matmul_rules() {
 // --- autograd
 
 /// Products that libtorch composes of others by joining dims into matrices, which gathers them where they are
-/// cut. Here each is one operator, with a rule and a gradient of its own.
+/// sharded. Here each is one operator, with a rule and a gradient of its own.
 namespace tessera {
 
 namespace {
@@ -254,9 +254,9 @@ struct LinearByConstant : torch::autograd::Function<LinearByConstant> {
     const at::Tensor& gradient = gradients[0];
     at::Tensor of_bias;
     if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)) {
-      std::vector<int64_t> places(gradient.dim() - 1);
-      std::iota(places.begin(), places.end(), 0);
-      of_bias = places.empty() ? gradient : gradient.sum(places);
+      std::vector<int64_t> others(gradient.dim() - 1);
+      std::iota(others.begin(), others.end(), 0);
+      of_bias = others.empty() ? gradient : gradient.sum(others);
     }
     return {at::matmul(gradient, context->get_saved_variables()[0]), at::Tensor(), of_bias};
   }
@@ -346,27 +346,27 @@ at::Tensor einsum(c10::string_view equation, at::TensorList tensors, at::Optiona
     ndims.push_back(tensor.dim());
     shapes.push_back(tensor.sizes());
   }
-  const auto whole = rules::from_equation({equation.data(), equation.size()}, ndims);
-  if (!whole || tensors.size() < 2 || path || !rules::letter_sizes(whole->inputs, shapes) ||
+  const auto all = rules::from_equation({equation.data(), equation.size()}, ndims);
+  if (!all || tensors.size() < 2 || path || !rules::letter_sizes(all->inputs, shapes) ||
       std::any_of(tensors.begin(), tensors.end(), has_tangent))
     return at::native::einsum(equation, tensors, path);
   at::Tensor result = tensors[0];
-  rules::Letters held = whole->inputs[0];
+  rules::Letters known = all->inputs[0];
   for (size_t i = 1; i < tensors.size(); ++i) {
-    rules::Letters next = whole->outputs[0];
+    rules::Letters next = all->outputs[0];
     if (i + 1 < tensors.size()) {
       next.clear();
-      for (const rules::Letters& from : {held, whole->inputs[i]}) {
+      for (const rules::Letters& from : {known, all->inputs[i]}) {
         for (const char letter : from) {
-          bool needed = contains(whole->outputs[0], letter);
+          bool needed = contains(all->outputs[0], letter);
           for (size_t later = i + 1; later < tensors.size(); ++later)
-            needed = needed || contains(whole->inputs[later], letter);
+            needed = needed || contains(all->inputs[later], letter);
           if (needed && !contains(next, letter)) next.push_back(letter);
         }
       }
     }
-    result = ProductOfTwo::apply(equation_of({held, whole->inputs[i]}, next), result, tensors[i]);
-    held = std::move(next);
+    result = ProductOfTwo::apply(equation_of({known, all->inputs[i]}, next), result, tensors[i]);
+    known = std::move(next);
   }
   return result;
 }

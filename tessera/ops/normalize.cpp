@@ -153,7 +153,7 @@ Localize if_empty(const Function& compute) {
     local.writes = true;
     if (chosen.inputs[0].is_replicated()) return local;
     local.compute = [compute](const c10::OperatorHandle& op, Stack arguments) {
-      if (arguments[0].toTensor().numel() == 0) return compute(op, std::move(arguments));
+      if (self_tensor(arguments).numel() == 0) return compute(op, std::move(arguments));
       op.callBoxed(arguments);
       return arguments;
     };
@@ -193,7 +193,7 @@ std::optional<Strategies> batch_norm(const OpCall& call) {
   Strategies strategies{strategies_of(einsum),
                         {{input.shape().vec(), dense_strides(input)}, {channels}, {channels}}};
   strategies.localize = if_empty([training](const c10::OperatorHandle&, Stack arguments) {
-    const at::Tensor x = arguments[0].toTensor(), saved = x.new_zeros({training ? x.size(1) : 0});
+    const at::Tensor x = self_tensor(arguments), saved = x.new_zeros({training ? x.size(1) : 0});
     return Stack{at::empty_like(x), saved, saved.clone()};
   });
   return strategies;

@@ -17,7 +17,7 @@ Localize by_maps(const std::vector<LinearMap>& maps, bool copies, bool backward)
     if (local_maps->halos().empty()) return local;
     local.communicates = local_maps->halos().communicates();
     local.compute = [=](const c10::OperatorHandle&, const Stack& arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = self_tensor(arguments);
       return Stack{backward ? local_maps->backward(x) : local_maps->forward(x)};
     };
     return local;

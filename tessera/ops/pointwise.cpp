@@ -22,23 +22,23 @@ std::optional<Strategies> equal(const OpCall& call) {
     strategies.decompose = [](const c10::OperatorHandle&, Stack) { return Stack{false}; };
     return strategies;
   }
-  strategies.decompose = [](const c10::OperatorHandle&, Stack arguments) {
-    const bool result = at::all(at::eq(arguments[0].toTensor(), arguments[1].toTensor())).item<bool>();
-    return Stack{result};
+  strategies.decompose = [](const c10::OperatorHandle& op, Stack arguments) {
+    const NamedArguments named(op, arguments);
+    return Stack{at::all(at::eq(named.tensor("self"), named.tensor("other"))).item<bool>()};
   };
   return strategies;
 }
 
-Stack allclose(const c10::OperatorHandle&, Stack arguments) {
-  const at::Tensor close =
-      at::isclose(arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toDouble(),
-                  arguments[3].toDouble(), arguments[4].toBool());
+Stack allclose(const c10::OperatorHandle& op, Stack arguments) {
+  const NamedArguments named(op, arguments);
+  const at::Tensor close = at::isclose(named.tensor("self"), named.tensor("other"), named["rtol"].toDouble(),
+                                       named["atol"].toDouble(), named["equal_nan"].toBool());
   return {at::all(close).item<bool>()};
 }
 
 /// As libtorch computes it, where both results are of the input's shape.
 Stack log_sigmoid(const c10::OperatorHandle&, Stack arguments) {
-  const at::Tensor x = arguments[0].toTensor();
+  const at::Tensor x = self_tensor(arguments);
   const at::Tensor buffer = at::exp(at::neg(at::abs(x)));
   return {at::sub(at::clamp_max(x, 0), at::log1p(buffer)), buffer};
 }

@@ -9,7 +9,7 @@
 #include <ATen/ATen.h>
 
 /// Random operators: each rank makes the numbers of the elements that it holds, which depend on where these
-/// lie in the whole tensor and not on the rank (tessera/random). Nothing is communicated, and each operator
+/// lie in the global tensor and not on the rank (tessera/random). Nothing is communicated, and each operator
 /// makes one call of the generator, whatever it is about.
 namespace tessera::ops {
 
@@ -192,7 +192,7 @@ Stack rrelu(const Arguments& a, const Region& region, const Draw& draw) {
   return {self};
 }
 
-/// Each row is drawn from as a whole.
+/// Each row is drawn from by one rank.
 std::optional<Strategies> sampled_rows(const OpCall& call) {
   const Spec& weights = call.tensors[0];
   if (weights.ndim() != 1 && weights.ndim() != 2) return std::nullopt;

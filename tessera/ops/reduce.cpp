@@ -86,7 +86,7 @@ Localize zeros_if_empty(int64_t bins) {
     LocalCall local;
     if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
     local.compute = [bins](const c10::OperatorHandle&, Stack arguments) {
-      return Stack{at::zeros({bins}, arguments[0].toTensor().options())};
+      return Stack{at::zeros({bins}, self_tensor(arguments).options())};
     };
     return local;
   };
@@ -140,7 +140,7 @@ Localize between_bounds(Histogram kind, size_t self) {
     if (mesh_dims_of(x).empty()) return local;
     local.communicates = true;
     local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-      const at::Tensor values = arguments[0].toTensor();
+      const at::Tensor values = self_tensor(arguments);
       const int64_t columns = kind == Histogram::elements ? 1 : values.size(-1);
       NamedArguments(op, arguments)["range"] = column_bounds(values.reshape({-1, columns}), x);
       return call_operator(op, std::move(arguments));
@@ -223,7 +223,7 @@ Rule trace() {
                     const auto offset = chosen.inputs[0].global_offset();
                     local.compute = [diagonal = offset[0] - offset[1]](const c10::OperatorHandle&,
                                                                        Stack arguments) {
-                      const at::Tensor x = arguments[0].toTensor();
+                      const at::Tensor x = self_tensor(arguments);
                       const bool none = x.numel() == 0 || diagonal <= -x.size(0) || diagonal >= x.size(1);
                       return Stack{at::sum(none ? x.flatten().narrow(0, 0, 0) : at::diagonal(x, diagonal))};
                     };
@@ -238,7 +238,7 @@ LocalCall zeros_of_empty(const ChosenSpecs& chosen) {
   LocalCall local;
   if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
   local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
-    return Stack{at::zeros(result.local_shape(), arguments[0].toTensor().options())};
+    return Stack{at::zeros(result.local_shape(), self_tensor(arguments).options())};
   };
   return local;
 }

@@ -76,26 +76,41 @@ Strategy selected_partial() {
   return {{Partial(), Replicate()}, {Partial()}, 0, false, /*any_partial=*/true};
 }
 
-/// By the operator itself, with the first two arguments, a tensor and a mask, broadcast.
-Strategies broadcast_first() {
-  Strategies strategies;
-  strategies.decompose = [](const c10::OperatorHandle& op, Stack arguments) {
-    const at::Tensor x = arguments[0].toTensor(), mask = arguments[1].toTensor();
-    const auto shape = at::infer_size(x.sizes(), mask.sizes());
-    arguments[0] = x.expand(shape);
-    arguments[1] = mask.expand(shape);
-    return call_operator(op, std::move(arguments));
-  };
-  return strategies;
-}
+/// A tensor of which the operator selects elements, and the mask that selects them.
+struct Masked {
+  const char* name;  // of the tensor
+  Spec tensor, mask;
+
+  /// Nothing if one of them is plain.
+  static std::optional<Masked> of(const OpCall& call, const char* name) {
+    const auto tensor = call.tensor(name), mask = call.tensor("mask");
+    if (!tensor || !mask) return std::nullopt;
+    return Masked{name, call.tensors[*tensor], call.tensors[*mask]};
+  }
+
+  bool needs_broadcast() const { return tensor.shape() != mask.shape(); }
+
+  /// By the operator itself, with both broadcast.
+  Strategies broadcast() const {
+    Strategies strategies;
+    strategies.decompose = [name = name](const c10::OperatorHandle& op, Stack arguments) {
+      const NamedArguments named(op, arguments);
+      const at::Tensor x = named.tensor(name), mask = named.tensor("mask");
+      const auto shape = at::infer_size(x.sizes(), mask.sizes());
+      named[name] = x.expand(shape);
+      named["mask"] = mask.expand(shape);
+      return call_operator(op, std::move(arguments));
+    };
+    return strategies;
+  }
+};
 
 std::optional<Strategies> masked_select(const OpCall& call) {
-  const auto self = call.tensor("self"), mask = call.tensor("mask");
-  if (!self || !mask) return std::nullopt;
-  const Spec &x = call.tensors[*self], &marks = call.tensors[*mask];
-  if (x.shape() != marks.shape()) return broadcast_first();
+  const auto given = Masked::of(call, "self");
+  if (!given) return std::nullopt;
+  if (given->needs_broadcast()) return given->broadcast();
   Strategies strategies;
-  for (const int64_t dim : dims_to_shard(marks))
+  for (const int64_t dim : dims_to_shard(given->mask))
     strategies.options.push_back(ranges({Shard(dim), Shard(dim)}, Shard(0)));
   strategies.options.push_back(selected_partial());
   strategies.results = {{{kLocal}}};
@@ -111,7 +126,7 @@ std::optional<Strategies> nonzero(const OpCall& call) {
   strategies.localize = with_mask(
       call, "self", Sized::yes,
       [](const c10::OperatorHandle&, Stack arguments, const MaskRuns& runs, const ChosenSpecs& chosen) {
-        const at::Tensor positions = at::nonzero(arguments[0].toTensor());
+        const at::Tensor positions = at::nonzero(self_tensor(arguments));
         const at::Tensor begin = at::tensor(chosen.inputs[0].global_offset(), at::kLong);
         return collected(at::add(positions, begin.to(positions.device())), runs);
       });
@@ -273,15 +288,16 @@ std::optional<Strategies> masked_index_put(const OpCall& call) {
 namespace {
 
 std::optional<Strategies> masked_scatter(const OpCall& call) {
-  const auto self = call.tensor("self"), mask = call.tensor("mask"), source = call.tensor("source");
-  if (!self || !mask || !source) return std::nullopt;
-  const Spec &x = call.tensors[*self], &marks = call.tensors[*mask], &values = call.tensors[*source];
-  if (x.shape() != marks.shape()) return broadcast_first();
+  const auto given = Masked::of(call, "self");
+  const auto source = call.tensor("source");
+  if (!given || !source) return std::nullopt;
+  if (given->needs_broadcast()) return given->broadcast();
+  const Spec& values = call.tensors[*source];
   const Placement rows = values.ndim() == 1 ? rows_of_mask(values) : Placement(Replicate());
   Strategies strategies;
-  for (const int64_t dim : dims_to_shard(marks))
+  for (const int64_t dim : dims_to_shard(given->mask))
     strategies.options.push_back(ranges({Shard(dim), Shard(dim), rows}, Shard(dim)));
-  strategies.results = {{x.shape().vec()}};
+  strategies.results = {{given->tensor.shape().vec()}};
   strategies.localize = with_mask(
       call, "mask", Sized::no,
       [](const c10::OperatorHandle& op, Stack arguments, const MaskRuns& runs, const ChosenSpecs& chosen) {
@@ -296,13 +312,12 @@ std::optional<Strategies> masked_scatter(const OpCall& call) {
 }
 
 std::optional<Strategies> masked_scatter_backward(const OpCall& call) {
-  const auto gradient = call.tensor("grad_output"), mask = call.tensor("mask");
-  if (!gradient || !mask) return std::nullopt;
-  const Spec &g = call.tensors[*gradient], &marks = call.tensors[*mask];
-  if (g.shape() != marks.shape()) return broadcast_first();
+  const auto given = Masked::of(call, "grad_output");
+  if (!given) return std::nullopt;
+  if (given->needs_broadcast()) return given->broadcast();
   const Shape sizes = call.integers("sizes");
   Strategies strategies;
-  for (const int64_t dim : dims_to_shard(marks))
+  for (const int64_t dim : dims_to_shard(given->mask))
     strategies.options.push_back(
         ranges({Shard(dim), Shard(dim)}, sizes.size() == 1 ? Placement(Shard(0)) : Partial()));
   strategies.results = {{sizes}};

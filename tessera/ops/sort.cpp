@@ -35,7 +35,7 @@ Localize by_candidates(const OpCall& call, int64_t dim, int64_t each, const Firs
     local.communicates = true;
     local.compute = [=, ranks = ShardGroup(x, mesh_dims, dim), offset = x.global_offset()[dim]](
                         const c10::OperatorHandle&, Stack arguments) {
-      return finish(first_of_all(arguments[0].toTensor(), ranks, dim, offset, each, first));
+      return finish(first_of_all(self_tensor(arguments), ranks, dim, offset, each, first));
     };
     return local;
   };
@@ -72,7 +72,7 @@ Localize extreme_of_all(const OpCall& call, Extreme extreme) {
     local.communicates = true;
     local.compute = [=, ranks = ShardGroup(x, mesh_dims_of(x), 0)](const c10::OperatorHandle&,
                                                                    Stack arguments) {
-      return Stack{index_of_extreme(arguments[0].toTensor(), x, ranks, extreme).view(shape)};
+      return Stack{index_of_extreme(self_tensor(arguments), x, ranks, extreme).view(shape)};
     };
     return local;
   };
@@ -114,7 +114,7 @@ Rule median_rule(Nan nan) {
       local.communicates = true;
       local.compute = [=, group = group_of(x.mesh(), mesh_dims_of(x)), count = x.numel()](
                           const c10::OperatorHandle&, Stack arguments) {
-        return Stack{median(arguments[0].toTensor(), count, nan, group)};
+        return Stack{median(self_tensor(arguments), count, nan, group)};
       };
       return local;
     };

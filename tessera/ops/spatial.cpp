@@ -57,7 +57,7 @@ LocalCall empty_result(const ChosenSpecs& chosen) {
   LocalCall local;
   if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
   local.compute = [result = chosen.outputs[0]](const c10::OperatorHandle&, Stack arguments) {
-    return Stack{new_memory(result.local_shape(), arguments[0].toTensor().options())};
+    return Stack{new_memory(result.local_shape(), self_tensor(arguments).options())};
   };
   return local;
 }
@@ -161,12 +161,13 @@ class Columns {
       if (halos->empty()) return local;
       local.communicates = halos->communicates();
       local.compute = [=](const c10::OperatorHandle& op, Stack arguments) {
-        NamedArguments(op, arguments)["padding"] = Shape{0, pad};  // rows bring theirs along
+        const NamedArguments named(op, arguments);
+        named["padding"] = Shape{0, pad};  // rows bring theirs along
         if (!to_image) {
-          arguments[0] = halos->fetch(arguments[0].toTensor(), 0);
+          named["self"] = halos->fetch(named.tensor("self"), 0);
           return call_operator(op, std::move(arguments));
         }
-        NamedArguments(op, arguments)["output_size"] = Shape{halos->of(height)->needed().size, width};
+        named["output_size"] = Shape{halos->of(height)->needed().size, width};
         return Stack{halos->give_back(call_operator(op, std::move(arguments))[0].toTensor())};
       };
       return local;

@@ -31,7 +31,7 @@ Localize squeezed(const OpCall& call) {
     const auto local_shape = chosen.inputs[0].local_shape();
     if (std::none_of(kept.begin(), kept.end(), [&](int64_t d) { return local_shape[d] == 1; })) return local;
     local.compute = [dropped](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = self_tensor(arguments);
       Shape sizes, strides;
       for (const int64_t d : c10::irange(x.dim())) {
         if (contains(dropped, d)) continue;
@@ -66,7 +66,7 @@ Localize on_rank_of(int64_t dim, int64_t index, size_t position) {
     }
     local.detached = true;
     local.compute = [=](const c10::OperatorHandle&, Stack arguments) {
-      const at::Tensor x = arguments[0].toTensor();
+      const at::Tensor x = self_tensor(arguments);
       // A copy: what is written into the base must not show in one rank's partial values.
       if (is_here) return Stack{x.select(dim, local_index).clone()};
       return Stack{at::zeros(result.local_shape(), x.options())};
@@ -209,7 +209,7 @@ std::optional<Strategies> as_strided(const OpCall& call) {
     strategies.localize = [](const ChosenSpecs&) {
       LocalCall local;
       local.compute = [](const c10::OperatorHandle&, Stack arguments) {
-        return Stack{arguments[0].toTensor().alias()};
+        return Stack{self_tensor(arguments).alias()};
       };
       return local;
     };
@@ -221,8 +221,9 @@ std::optional<Strategies> as_strided(const OpCall& call) {
   strategies.localize = [spec, offset](const ChosenSpecs&) {
     LocalCall local;
     local.detached = true;
-    local.compute = [spec, offset](const c10::OperatorHandle&, Stack arguments) {
-      at::Tensor x = arguments[0].toTensor();
+    local.compute = [spec, offset](const c10::OperatorHandle& op, Stack arguments) {
+      const NamedArguments named(op, arguments);
+      at::Tensor x = named.tensor("self");
       const at::Tensor laid_out = at::empty_strided(spec.shape(), spec.strides(), x.options());
       at::Tensor written = laid_out;
       for (const int64_t dim : c10::irange(spec.ndim())) {
@@ -232,7 +233,7 @@ std::optional<Strategies> as_strided(const OpCall& call) {
         written = written.narrow(dim, 0, 1);
       }
       written.copy_(x);
-      return Stack{laid_out.as_strided(arguments[1].toIntVector(), arguments[2].toIntVector(), offset)};
+      return Stack{laid_out.as_strided(named["size"].toIntVector(), named["stride"].toIntVector(), offset)};
     };
     return local;
   };
@@ -247,7 +248,7 @@ Rule at_once(at::Tensor (*make)(const at::Tensor&)) {
                     LocalCall local;
                     local.detached = true;
                     local.compute = [make](const c10::OperatorHandle&, Stack arguments) {
-                      return Stack{make(arguments[0].toTensor())};
+                      return Stack{make(self_tensor(arguments))};
                     };
                     local.write_back = [make](const at::Tensor& base, const at::Tensor& view) {
                       base.copy_(make(view));

@@ -25,7 +25,7 @@ class Reader {
 
  private:
   Pieces::const_iterator piece_;
-  int64_t passed_ = 0;  // held by the pieces before piece_
+  int64_t passed_ = 0;  // elements of the pieces before piece_
 };
 
 }  // namespace

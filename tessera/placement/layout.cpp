@@ -88,8 +88,8 @@ std::vector<Pieces> local_pieces(IntArrayRef shape, IntArrayRef mesh_shape, Arra
   std::transform(shape.begin(), shape.end(), pieces.begin(), unsharded);
   for (const int64_t i : explicit_order(order, mesh_shape.size())) {
     if (!normal[i].is_shard_like()) continue;
-    Pieces& held = pieces[normal[i].dim()];
-    held = strided_shard(held, normal[i].split(), mesh_shape[i], coordinate[i]);
+    Pieces& local = pieces[normal[i].dim()];
+    local = strided_shard(local, normal[i].split(), mesh_shape[i], coordinate[i]);
   }
   return pieces;
 }
@@ -133,7 +133,7 @@ DimVector global_shape_from_locals(ArrayRef<DimVector> local_shapes, IntArrayRef
   const size_t ndim = local_shapes.front().size();
   const Placements normal = normalize(placements, static_cast<int64_t>(ndim));
 
-  // Along each tensor dim, the ranks that differ only in the mesh dims that cut it hold all of it between
+  // Along each tensor dim, the ranks that differ only in the mesh dims that shard it have all of it between
   // them.
   DimVector shape(ndim, 0);
   DimVector coordinate(mesh_shape.size(), 0);

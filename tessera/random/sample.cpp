@@ -160,7 +160,7 @@ at::Tensor multinomial_of(const at::Tensor& weights, int64_t count, bool replace
   TESSERA_CHECK(replacement || count <= classes, "multinomial: cannot draw ", count,
                 " different indices from ", classes, "; draw with replacement.");
   const at::Tensor rows = weights.to(at::kCPU, at::kDouble).reshape({-1, classes}).contiguous();
-  const int64_t held = rows.size(0);
+  const int64_t local_rows = rows.size(0);
   // With replacement each result has a number of its own; else each weight has.
   Region numbers = region;
   if (!replacement) {
@@ -169,12 +169,12 @@ at::Tensor multinomial_of(const at::Tensor& weights, int64_t count, bool replace
   }
   const at::Tensor drawn =
       filled(numbers, at::kDouble, replacement ? Distribution::uniform() : Distribution::exponential(), draw);
-  const at::Tensor result = at::empty({held, count}, at::kLong);
+  const at::Tensor result = at::empty({local_rows, count}, at::kLong);
   const double *weight = rows.const_data_ptr<double>(), *number = drawn.const_data_ptr<double>();
   int64_t* to = result.mutable_data_ptr<int64_t>();
   std::vector<double> keys(classes);
   std::vector<int64_t> order(classes);
-  for (int64_t row = 0; row < held; ++row, weight += classes, to += count) {
+  for (int64_t row = 0; row < local_rows; ++row, weight += classes, to += count) {
     check_weights(weight, classes, replacement, count);
     if (replacement) {
       std::partial_sum(weight, weight + classes, keys.begin());

@@ -119,7 +119,7 @@ Reduction reduction_of(const Spec& spec, c10::IntArrayRef mesh_dims) {
       TESSERA_CHECK_VALUE(at::isFloatingType(dtype) || at::isComplexType(dtype), "cannot reduce ", first,
                           " values of dtype ", to_text(dtype), ": expected a floating point dtype");
       // In double, as powers soon leave the range of smaller types; with the sign, so that a value that is no
-      // norm (written into one, or stacked with one) can be held too.
+      // norm (written into one, or stacked with one) can be represented too.
       auto power = [](const at::Tensor& x, double p) {
         const at::Tensor wide = x.is_complex() ? x.abs().to(at::kDouble) : x.to(at::kDouble);
         return wide.abs().pow_(p).copysign_(wide);
@@ -264,20 +264,21 @@ PendingTensor Runner::reduce_scatter() const {
 
 // What a rank has itself does not go through the group.
 PendingTensor Runner::all_to_all() const {
-  const std::vector<Pieces> held = before_.local_pieces();
+  const std::vector<Pieces> local_pieces = before_.local_pieces();
   const std::vector<Pieces> needed = after_.local_pieces();
   const at::Tensor output = empty(after_.local_shape());
   Tensors inputs;
   std::vector<Box> boxes;
   for (const auto& peer : peers()) {
     if (coordinate() == c10::IntArrayRef(peer)) {
-      const SharedBox kept(held, needed);
+      const SharedBox kept(local_pieces, needed);
       copy_into_pieces(output, kept.in_b, select_pieces(local_, kept.in_a));
       inputs.push_back(empty(c10::DimVector(output.dim(), 0)));
       boxes.emplace_back(output.dim());
       continue;
     }
-    inputs.push_back(memory_.dense(select_pieces(local_, SharedBox(held, after_.local_pieces(peer)).in_a)));
+    inputs.push_back(
+        memory_.dense(select_pieces(local_, SharedBox(local_pieces, after_.local_pieces(peer)).in_a)));
     boxes.push_back(SharedBox(before_.local_pieces(peer), needed).in_b);
   }
   const auto arrivals = std::make_shared<const Arrivals>(output, std::move(boxes), memory_);

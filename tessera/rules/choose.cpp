@@ -163,7 +163,7 @@ class Chooser {
     return cost;
   }
 
-  /// What is known of a result: what the rule says, or what its shardings tell.
+  /// What is known of a result: what the rule says, or what follows from its shardings.
   Result result(size_t index) const {
     if (!strategies_.results.empty()) {
       TESSERA_CHECK(index < strategies_.results.size() || strategies_.results.size() == 1,

@@ -131,7 +131,7 @@ LocalCall reshaped(const ChosenSpecs& chosen) {
   const Shape shape = chosen.outputs[0].local_shape().vec();
   LocalCall local;
   local.compute = [shape](const c10::OperatorHandle&, Stack arguments) {
-    return Stack{arguments[0].toTensor().reshape(shape)};
+    return Stack{self_tensor(arguments).reshape(shape)};
   };
   local.write_back = [](const at::Tensor& base, const at::Tensor& view) {
     base.copy_(view.view(base.sizes()));

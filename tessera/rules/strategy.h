@@ -86,6 +86,9 @@ struct ChosenSpecs {
   ShardOrder order = {};      // in which mesh dims shard, of all of them
 };
 
+/// The tensor that an operator is about: its first argument, which most call "self".
+inline const at::Tensor& self_tensor(const Stack& arguments) { return arguments[0].toTensor(); }
+
 /// From all arguments of an operator to all its results.
 using Function = std::function<Stack(const c10::OperatorHandle& op, Stack arguments)>;
 

@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-/// What autograd knows of a sharded tensor: gradients come to its local tensors, and are those of the whole.
+/// What autograd knows of a sharded tensor: its gradient is those of its local tensors.
 namespace tessera::sharded {
 
 namespace {
@@ -17,12 +17,12 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// Stands for the whole where an edge leads to the node that accumulates the gradient of its first local
+/// Stands for the tensor where an edge leads to the node that accumulates the gradient of its first local
 /// tensor, whose own is input 0.
 constexpr uint32_t kInputOfWhole = 1;
 
 /// Called before gradients come to the first of some local tensors, whose accumulators these are. Throws if
-/// autograd was asked for the gradient of the whole in a way that these cannot answer.
+/// autograd was asked for the gradient of the sharded tensor in a way that these cannot answer.
 void check_inputs(const std::vector<Node*>& accumulators) {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (!wanted || wanted->empty()) return;  // all there are
@@ -43,7 +43,7 @@ void check_inputs(const std::vector<Node*>& accumulators) {
   }
 }
 
-/// The history of a whole whose local tensors have one: hands its gradient to them.
+/// The history of a sharded tensor whose local tensors have one: hands its gradient to them.
 struct ToLocalTensors final : torch::autograd::Node {
   ToLocalTensors(const ShardedTensorState& state, const std::vector<at::Tensor>& local_tensors)
       : tiling(state.metadata.shards_metadata), locals(local_tensors) {
@@ -77,25 +77,25 @@ struct ToLocalTensors final : torch::autograd::Node {
 
 }  // namespace
 
-/// What autograd asks for the gradient and requires_grad of the whole.
+/// What autograd asks for the gradient and requires_grad of the sharded tensor.
 struct ShardedTensorImpl::Meta final : torch::autograd::AutogradMeta {
-  explicit Meta(ShardedTensorImpl& impl) : whole(impl) {}
+  explicit Meta(ShardedTensorImpl& impl) : tensor(impl) {}
 
   bool requires_grad() const override {
-    whole.agree_on_requires_grad();
+    tensor.agree_on_requires_grad();
     return AutogradMeta::requires_grad();
   }
   const at::Tensor& grad() const override {
-    whole.agree();
+    tensor.agree();
     return grad_;
   }
   at::Tensor& mutable_grad() override {
-    whole.agree();
-    whole.watch();
+    tensor.agree();
+    tensor.watch();
     return grad_;
   }
 
-  /// Makes what names the whole among the `inputs` of backward name its local tensors. libtorch looks for the
+  /// Makes what names the tensor among the `inputs` of backward name its local tensors. libtorch looks for the
   /// accumulator of an input before it asks anything else.
   void accept_as_input(const std::vector<at::Tensor>& locals) {
     std::vector<c10::intrusive_ptr<Node>> found;
@@ -109,7 +109,7 @@ struct ShardedTensorImpl::Meta final : torch::autograd::AutogradMeta {
     locals[0].register_hook([nodes = std::move(nodes)](const at::Tensor&) { check_inputs(nodes); });
   }
 
-  ShardedTensorImpl& whole;
+  ShardedTensorImpl& tensor;
   std::vector<c10::intrusive_ptr<Node>> accumulators;  // of the local tensors, if they are leaves
 };
 
@@ -139,37 +139,37 @@ void ShardedTensorImpl::agree() {
 }
 
 void ShardedTensorImpl::agree_on_requires_grad() {
-  Meta& whole = meta();
+  Meta& own = meta();
   bool& known = state_.metadata.tensor_properties.requires_grad;
   const std::vector<at::Tensor> locals = state_.local_tensors();
   if (!std::all_of(locals.begin(), locals.end(), [](const at::Tensor& local) { return local.is_leaf(); })) {
-    const auto* history = static_cast<const ToLocalTensors*>(whole.grad_fn_.get());
+    const auto* history = static_cast<const ToLocalTensors*>(own.grad_fn_.get());
     if (!history || !history->is_history_of(locals)) {
       auto made = c10::make_intrusive<ToLocalTensors>(state_, locals);
       made->add_input_metadata(at::TensorOptions(dtype()).device(device()), sym_sizes(),
                                /*is_tensor_subclass=*/false, /*is_nested=*/false, std::nullopt);
-      whole.grad_fn_ = std::move(made);
-      whole.output_nr_ = 0;
-      whole.requires_grad_ = false;
+      own.grad_fn_ = std::move(made);
+      own.output_nr_ = 0;
+      own.requires_grad_ = false;
     }
     known = true;
-    if (whole.retains_grad_) {
+    if (own.retains_grad_) {
       for (const at::Tensor& local : locals) local.retain_grad();
     }
     return;
   }
-  whole.grad_fn_.reset();
-  bool wanted = whole.requires_grad_;
+  own.grad_fn_.reset();
+  bool wanted = own.requires_grad_;
   if (wanted == known) {
     for (const at::Tensor& local : locals) {
       if (local.requires_grad() != known) wanted = !known;
     }
   }
-  if (wanted != known || wanted != whole.requires_grad_) {
-    whole.requires_grad_ = known = wanted;
+  if (wanted != known || wanted != own.requires_grad_) {
+    own.requires_grad_ = known = wanted;
     for (const at::Tensor& local : locals) local.set_requires_grad(wanted);
   }
-  if (wanted) whole.accept_as_input(locals);
+  if (wanted) own.accept_as_input(locals);
 }
 
 void ShardedTensorImpl::take_written_grad() {
@@ -177,39 +177,39 @@ void ShardedTensorImpl::take_written_grad() {
   if (grad.is_same(agreed_grad_)) return;
   const at::Tensor written = std::exchange(grad, agreed_grad_);  // which stays if the new one is none
   const std::vector<at::Tensor> locals = state_.local_tensors();
-  std::vector<at::Tensor> parts(locals.size());
-  if (written.defined()) parts = local_tensors_as(state_.metadata.shards_metadata, written, "grad");
-  for (const size_t i : c10::irange(locals.size())) locals[i].mutable_grad() = parts[i];
+  std::vector<at::Tensor> gradients(locals.size());
+  if (written.defined()) gradients = local_tensors_as(state_.metadata.shards_metadata, written, "grad");
+  for (const size_t i : c10::irange(locals.size())) locals[i].mutable_grad() = gradients[i];
   grad = agreed_grad_ = written;
 }
 
 void ShardedTensorImpl::agree_on_grad() {
   at::Tensor& grad = meta().grad_;
   const std::vector<at::Tensor> locals = state_.local_tensors();
-  std::vector<at::Tensor> parts;
-  for (const at::Tensor& local : locals) parts.push_back(local.unsafeGetTensorImpl()->grad());
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& local : locals) gradients.push_back(local.unsafeGetTensorImpl()->grad());
   const auto is_defined = [](const at::Tensor& part) { return part.defined(); };
-  if (std::none_of(parts.begin(), parts.end(), is_defined)) {
+  if (std::none_of(gradients.begin(), gradients.end(), is_defined)) {
     grad = agreed_grad_ = at::Tensor();
     return;
   }
-  for (const size_t i : c10::irange(parts.size())) {
-    if (!parts[i].defined()) locals[i].mutable_grad() = parts[i] = at::zeros_like(locals[i].detach());
+  for (const size_t i : c10::irange(gradients.size())) {
+    if (!gradients[i].defined()) locals[i].mutable_grad() = gradients[i] = at::zeros_like(locals[i].detach());
   }
   if (grad.defined()) {
     const std::vector<at::Tensor> known = of(grad)->state_.local_tensors();
-    if (std::equal(known.begin(), known.end(), parts.begin(), parts.end(),
+    if (std::equal(known.begin(), known.end(), gradients.begin(), gradients.end(),
                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); }))
       return;
   }
   ShardedTensorState state = state_;
   state.shared = {};
   state.init_rrefs = false;
-  for (const size_t i : c10::irange(state.local_shards.size())) state.local_shards[i].tensor = parts[i];
-  if (state.local_shards.empty()) state.anchor = parts[0];
+  for (const size_t i : c10::irange(state.local_shards.size())) state.local_shards[i].tensor = gradients[i];
+  if (state.local_shards.empty()) state.anchor = gradients[0];
   TensorProperties& properties = state.metadata.tensor_properties;
-  properties.dtype = parts[0].scalar_type();
-  properties.requires_grad = parts[0].requires_grad();
+  properties.dtype = gradients[0].scalar_type();
+  properties.requires_grad = gradients[0].requires_grad();
   properties.pin_memory = false;
   grad = agreed_grad_ = make_sharded_tensor(std::move(state));
 }
@@ -221,7 +221,7 @@ void ShardedTensorImpl::watch() {
   const c10::weak_intrusive_ptr<TensorImpl> weak(c10::intrusive_ptr<TensorImpl>::reclaim_copy(this));
   for (const at::Tensor& local : locals) {
     local.register_hook([weak](const at::Tensor&) {
-      if (const auto whole = weak.lock()) static_cast<ShardedTensorImpl*>(whole.get())->take_written_grad();
+      if (const auto tensor = weak.lock()) static_cast<ShardedTensorImpl*>(tensor.get())->take_written_grad();
     });
   }
 }

@@ -188,11 +188,11 @@ std::optional<std::vector<int64_t>> find_gap(const std::vector<Box>& boxes, c10:
     changes.emplace_back(box.end(dim), -slice(box.sizes));
   }
   std::sort(changes.begin(), changes.end());
-  int64_t held = 0;
+  int64_t covered = 0;
   size_t next = 0;
   for (int64_t position = 0; position < shape[dim];) {
-    for (; next < changes.size() && changes[next].first <= position; ++next) held += changes[next].second;
-    if (held < full) {
+    for (; next < changes.size() && changes[next].first <= position; ++next) covered += changes[next].second;
+    if (covered < full) {
       std::vector<Box> here;
       for (const Box& box : boxes) {
         if (box.offsets[dim] <= position && position < box.end(dim)) here.push_back(box);
@@ -229,11 +229,11 @@ void for_each_overlap(c10::ArrayRef<Box> a, c10::ArrayRef<Box> b,
 
 std::optional<std::vector<int64_t>> find_gap(c10::ArrayRef<Box> boxes, c10::IntArrayRef shape) {
   if (is_empty({shape, shape})) return std::nullopt;
-  std::vector<Box> held;
+  std::vector<Box> nonempty;
   for (const Box& box : boxes) {
-    if (!is_empty(box)) held.push_back(box);
+    if (!is_empty(box)) nonempty.push_back(box);
   }
-  return find_gap(held, shape, {});
+  return find_gap(nonempty, shape, {});
 }
 
 }  // namespace tessera::sharded

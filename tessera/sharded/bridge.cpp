@@ -63,9 +63,9 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
   TESSERA_CHECK_VALUE(its == meshes, "to_dtensor: the tensor is shared by ranks ", c10::IntArrayRef(its),
                       ", but the mesh has ranks ", c10::IntArrayRef(meshes), ".");
 
-  std::map<int64_t, std::vector<const ShardMetadata*>> held;  // by rank
+  std::map<int64_t, std::vector<const ShardMetadata*>> by_rank;
   for (const ShardMetadata& shard : tensor.metadata().shards_metadata) {
-    if (shard.numel() > 0) held[rank_of(shard.placement, tensor.process_group())].push_back(&shard);
+    if (shard.numel() > 0) by_rank[rank_of(shard.placement, tensor.process_group())].push_back(&shard);
   }
   bool fits = true;
   std::vector<ShardMetadata> wanted;
@@ -74,7 +74,7 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
     auto boxes = boxes_at(spec, coordinate, at::Device(mesh.device_type()));
     TESSERA_CHECK_VALUE(boxes.size() <= 1, "to_dtensor: under ", spec, " rank ", rank, " has ", boxes.size(),
                         " boxes of the tensor; give placements that shard it, and redistribute it.");
-    const auto& mine = held[rank];
+    const auto& mine = by_rank[rank];
     fits &= mine.size() == boxes.size();
     if (fits && !boxes.empty())
       fits = mine[0]->shard_offsets == boxes[0].shard_offsets && mine[0]->shard_sizes == boxes[0].shard_sizes;

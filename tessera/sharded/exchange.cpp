@@ -76,7 +76,7 @@ at::Tensor of(const std::vector<at::Tensor>& tensors, const Tiling& tiling, size
   return tensors[found - tiling.mine.begin()];
 }
 
-std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& held, const Tiling& to,
+std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& locals, const Tiling& to,
                              at::ScalarType dtype, const Members& members) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
@@ -87,7 +87,7 @@ std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& 
 
   std::vector<comm::Tensors> sent(members.size()), received(members.size());
   for (const Transfer& each : transfers(from, to, true))
-    sent[each.peer].push_back(view(of(held, from, each.from), from.shards[each.from], each.box));
+    sent[each.peer].push_back(view(of(locals, from, each.from), from.shards[each.from], each.box));
   for (const Transfer& each : transfers(to, from, false))
     received[each.peer].push_back(view(of(result, to, each.to), to.shards[each.to], each.box));
   comm::packed_all_to_all(received, sent, options, members.group());
@@ -104,11 +104,11 @@ struct Memory : torch::CustomClassHolder {
 
 /// Ranks that hold nothing, before or after, take part in backward by what stands for that.
 struct Reshard : torch::autograd::Function<Reshard> {
-  static variable_list forward(AutogradContext* context, at::TensorList held,
+  static variable_list forward(AutogradContext* context, at::TensorList locals,
                                c10::intrusive_ptr<Memory> memory) {
-    auto result = move(memory->from, held.vec(), memory->to, memory->dtype, *memory->members);
+    auto result = move(memory->from, locals.vec(), memory->to, memory->dtype, *memory->members);
     context->saved_data["memory"] = c10::IValue::make_capsule(std::move(memory));
-    context->saved_data["held"] = static_cast<int64_t>(held.size());
+    context->saved_data["locals"] = static_cast<int64_t>(locals.size());
     return result;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -125,18 +125,18 @@ struct Reshard : torch::autograd::Function<Reshard> {
     variable_list result =
         Reshard::apply(at::TensorList(gradients),
                        c10::make_intrusive<Memory>(known.to, known.from, known.dtype, known.members));
-    result.resize(context->saved_data["held"].toInt() + 1);
+    result.resize(context->saved_data["locals"].toInt() + 1);
     return result;
   }
 };
 
 }  // namespace
 
-std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
-                                 const std::vector<ShardMetadata>& to, at::ScalarType dtype,
-                                 const MembersPtr& members) {
+std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from,
+                                 const std::vector<at::Tensor>& locals, const std::vector<ShardMetadata>& to,
+                                 at::ScalarType dtype, const MembersPtr& members) {
   return Reshard::apply(
-      at::TensorList(held),
+      at::TensorList(locals),
       c10::make_intrusive<Memory>(Tiling(from, *members), Tiling(to, *members), dtype, members));
 }
 

@@ -16,8 +16,8 @@ namespace tessera::sharded {
 /// Collective: one all-to-all of the overlaps of boxes on different ranks, so each element is sent at most
 /// once. Memory: the result, and a buffer each for what is sent and received; what stays on its rank needs
 /// none. Differentiable, if all ranks run backward: each has something to begin with.
-std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from, const std::vector<at::Tensor>& held,
-                                 const std::vector<ShardMetadata>& to, at::ScalarType dtype,
-                                 const MembersPtr& members);
+std::vector<at::Tensor> exchange(const std::vector<ShardMetadata>& from,
+                                 const std::vector<at::Tensor>& locals, const std::vector<ShardMetadata>& to,
+                                 at::ScalarType dtype, const MembersPtr& members);
 
 }  // namespace tessera::sharded

@@ -10,6 +10,30 @@
 
 namespace tessera::sharded {
 
+namespace {
+
+/// What the tensor is gathered into: what was given, or a new tensor. Undefined but on the destination.
+at::Tensor output_of(const ShardedTensor& tensor, int64_t dst, const ShardedTensor::GatherOptions& options,
+                     at::ScalarType dtype) {
+  const Members& members = tensor.process_group();
+  const at::Tensor& out = options.out;
+  if (members.group_rank() != dst) {
+    TESSERA_CHECK_VALUE(!out.defined(), "gather: an output was given on rank ", members.rank(),
+                        ", but the tensor is gathered on rank ", members.ranks()[dst],
+                        "; give it there alone.");
+    return {};
+  }
+  if (!out.defined()) return at::empty(tensor.sizes(), at::TensorOptions(dtype).device(tensor.device()));
+  TESSERA_CHECK_VALUE(out.sizes() == tensor.sizes(), "gather: the output has size ", out.sizes(),
+                      ", the tensor ", tensor.sizes(), ".");
+  TESSERA_CHECK_VALUE(!options.enforce_dtype || out.scalar_type() == tensor.scalar_type(),
+                      "gather: the output is ", out.scalar_type(), ", but the tensor ", tensor.scalar_type(),
+                      ", and enforce_dtype was asked for.");
+  return out;
+}
+
+}  // namespace
+
 at::Tensor ShardedTensor::gather(int64_t dst) const { return gather(dst, {}); }
 
 at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) const {
@@ -19,19 +43,8 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
   TESSERA_CHECK_INDEX(dst >= 0 && dst < members.size(), "gather: there is no rank ", dst, " in a group of ",
                       members.size(), " ranks.");
   const bool is_destination = members.group_rank() == dst;
-  TESSERA_CHECK_VALUE(is_destination || !options.out.defined(), "gather: an output was given on rank ",
-                      members.rank(), ", but the tensor is gathered on rank ", members.ranks()[dst],
-                      "; give it there alone.");
   const at::ScalarType dtype = options.dtype.value_or(scalar_type());
-  at::Tensor out = options.out;
-  if (is_destination) {
-    if (!out.defined()) out = at::empty(sizes(), at::TensorOptions(dtype).device(device()));
-    TESSERA_CHECK_VALUE(out.sizes() == sizes(), "gather: the output has size ", out.sizes(), ", the tensor ",
-                        sizes(), ".");
-    TESSERA_CHECK_VALUE(!options.enforce_dtype || out.scalar_type() == scalar_type(),
-                        "gather: the output is ", out.scalar_type(), ", but the tensor ", scalar_type(),
-                        ", and enforce_dtype was asked for.");
-  }
+  const at::Tensor out = output_of(*this, dst, options, dtype);
 
   const at::NoGradGuard no_grad;
   const at::TensorOptions in_transit = at::TensorOptions(dtype).device(members.device());

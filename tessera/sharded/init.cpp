@@ -92,7 +92,7 @@ void check_local_shards(const std::vector<LocalShard>& shards, const Members& me
   }
 }
 
-/// What a rank tells the others.
+/// What ranks exchange.
 struct Report {
   std::optional<ShardedTensorMetadata> metadata;  // nothing if it has no shards
   std::string error;

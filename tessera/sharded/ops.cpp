@@ -59,7 +59,7 @@ template <class Function>
 Tensor drawn(const Tensor& tensor, const random::Distribution& distribution,
              const std::optional<at::Generator>& generator, const Function& function) {
   if (generator) return written(tensor, function);
-  // As any write: refused where autograd could not tell of it.
+  // As any write: refused where autograd could not record it.
   for (const LocalShard& shard : ShardedTensor(tensor).local_shards()) {
     TESSERA_CHECK(!shard.tensor.requires_grad() || !at::GradMode::is_enabled(),
                   "A sharded tensor that requires grad can only be filled under a NoGradGuard.");
@@ -95,21 +95,21 @@ Tensor reduced(const char* name, const Tensor& self, const Local& local, const R
   TESSERA_CHECK(
       !tensor.requires_grad() || !at::GradMode::is_enabled(), name,
       " of a sharded tensor has no gradient: take it of detach(), or compute it of local_tensors().");
-  std::vector<Tensor> parts;
+  std::vector<Tensor> values;
   for (const Tensor& each : tensor.local_tensors()) {
-    if (each.numel() > 0) parts.push_back(local(each));
+    if (each.numel() > 0) values.push_back(local(each));
   }
-  std::vector<int64_t> holders;  // places in the group of those that hold something
+  std::vector<int64_t> holders;  // group ranks of those that have elements
   for (const ShardMetadata& shard : tensor.metadata().shards_metadata) {
     if (shard.numel() > 0) holders.push_back(*members.group_rank_of(rank_of(shard.placement, members)));
   }
   std::sort(holders.begin(), holders.end());
   holders.erase(std::unique(holders.begin(), holders.end()), holders.end());
-  // A rank that holds nothing has to know the dtype of what the others tell.
+  // A rank without elements has to know the dtype of what the others have.
   const at::ScalarType dtype = local(at::zeros({1}, tensor.options().device(at::kCPU))).scalar_type();
   const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
   const Tensor mine =
-      parts.empty() ? at::zeros({1}, options) : reduce(at::stack(parts)).view({1}).to(options);
+      values.empty() ? at::zeros({1}, options) : reduce(at::stack(values)).view({1}).to(options);
   const Tensor all = at::empty({members.size()}, options);
   comm::all_gather_into(all, mine, members.group()).wait();
   return reduce(all.to(at::kCPU).index_select(0, at::tensor(holders, at::kLong))).to(tensor.device());

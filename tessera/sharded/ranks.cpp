@@ -83,12 +83,12 @@ std::vector<std::string> all_gather_text(const std::string& mine, const Members&
   const at::Tensor sizes = all_sizes.to(at::kCPU);
   at::Tensor bytes = at::empty({static_cast<int64_t>(mine.size())}, at::kByte);
   if (!mine.empty()) std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
-  comm::Tensors parts;
+  comm::Tensors received;
   for (const int64_t i : c10::irange(members.size()))
-    parts.push_back(at::empty({sizes.const_data_ptr<int64_t>()[i]}, numbers.dtype(at::kByte)));
-  comm::all_gather(parts, bytes.to(members.device()), members.group()).wait();
+    received.push_back(at::empty({sizes.const_data_ptr<int64_t>()[i]}, numbers.dtype(at::kByte)));
+  comm::all_gather(received, bytes.to(members.device()), members.group()).wait();
   std::vector<std::string> result;
-  for (const at::Tensor& part : parts) {
+  for (const at::Tensor& part : received) {
     const at::Tensor here = part.to(at::kCPU);
     result.emplace_back(static_cast<const char*>(here.const_data_ptr()), here.numel());
   }

@@ -103,7 +103,7 @@ void for_each_sharded(const c10::OperatorHandle& op, const Stack& stack, const V
   }
 }
 
-/// libtorch says so of what computes each element from those in the same place. Random numbers must not
+/// libtorch says so of what computes each element from those at the same index. Random numbers must not
 /// depend on the tiling.
 bool is_elementwise(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::pointwise) && !op.hasTag(at::Tag::nondeterministic_seeded);
@@ -181,8 +181,8 @@ void on_local_shards(const c10::OperatorHandle& op, Stack* stack) {
     if (!given[i].isTensor() || !given[i].toTensor().defined()) continue;
     const at::Tensor& tensor = given[i].toTensor();
     if (ShardedTensor::is_sharded_tensor(tensor)) {
-      const auto parts = local_tensors_as(like.metadata().shards_metadata, tensor, name);
-      for (const size_t call : c10::irange(calls.size())) calls[call][i] = parts[call];
+      const auto locals = local_tensors_as(like.metadata().shards_metadata, tensor, name);
+      for (const size_t call : c10::irange(calls.size())) calls[call][i] = locals[call];
     } else {
       TESSERA_CHECK(tensor.numel() == 1 && tensor.dim() <= like.dim(), name, ": argument '",
                     arguments[i].name(), "' is a plain tensor of size ", tensor.sizes(),

@@ -11,7 +11,7 @@ namespace tessera::sharded {
 
 namespace {
 
-/// What a rank tells the others: under which id it has published which shards, or why it cannot.
+/// What a rank sends to the others: under which id it has published which shards, or why it cannot.
 struct Offer {
   std::string error;
   int64_t id = 0;
@@ -63,9 +63,9 @@ SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Mem
   if (!is_threads) mine.error = rpc::why_not(*members.world());
 
   const auto offers = all_gather_text(to_bytes(mine), members);
-  for (const int64_t place : c10::irange(members.size())) {
-    const int64_t rank = members.ranks()[place];
-    const Offer offer = from_bytes(offers[place]);
+  for (const int64_t group_rank : c10::irange(members.size())) {
+    const int64_t rank = members.ranks()[group_rank];
+    const Offer offer = from_bytes(offers[group_rank]);
     TESSERA_CHECK(offer.error.empty(), "init_rrefs: the ranks are processes, but on rank ", rank, " ",
                   offer.error, ".");
     if (rank == members.rank()) continue;

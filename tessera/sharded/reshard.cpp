@@ -12,7 +12,7 @@ namespace tessera::sharded {
 
 namespace {
 
-/// The tensor cut by `spec`, of which this rank holds these parts, in order, or what stands for none.
+/// The tensor sharded by `spec`, of which this rank has these local tensors in order, or what stands for none.
 ShardedTensor assembled(ShardedTensorMetadata metadata, const ShardingSpec& spec,
                         std::vector<at::Tensor> tensors, const MembersPtr& members, bool init_rrefs) {
   ShardedTensorState state;
@@ -59,12 +59,12 @@ ShardedTensor ShardingSpec::shard(const at::Tensor& tensor, int64_t src_rank,
                       src_rank, " in a group of ", members->size(), " ranks.");
   const TensorProperties properties = TensorProperties::of(tensor);
   auto metadata = checked_metadata(*this, tensor.sizes(), properties, *members);
-  const std::vector<ShardMetadata> whole = {{std::vector<int64_t>(tensor.dim(), 0), tensor.sizes().vec(),
-                                             RemoteDevice(members->ranks()[src_rank], tensor.device())}};
+  const std::vector<ShardMetadata> unsharded = {{std::vector<int64_t>(tensor.dim(), 0), tensor.sizes().vec(),
+                                                 RemoteDevice(members->ranks()[src_rank], tensor.device())}};
   std::vector<at::Tensor> tensors(1);  // outside of the group, nothing
   if (members->is_member()) {
     const at::NoGradGuard no_grad;
-    tensors = exchange(whole, {tensor.detach()}, metadata.shards_metadata, properties.dtype, members);
+    tensors = exchange(unsharded, {tensor.detach()}, metadata.shards_metadata, properties.dtype, members);
     for (at::Tensor& each : tensors) {
       if (properties.pin_memory) each = each.pin_memory();
       each.requires_grad_(properties.requires_grad);

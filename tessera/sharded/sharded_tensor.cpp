@@ -92,7 +92,7 @@ void ShardedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& 
   agree();  // or a gradient that was written would be lost
   copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
   ShardedTensorState now = other->state_;
-  // Where it can, each local tensor stays the tensor that it was, as the whole does: so gradients, hooks and
+  // Where it can, each local tensor stays the tensor that it was, as the sharded one does: gradients, hooks and
   // optimisers go on with it.
   const std::vector<at::Tensor> locals = state_.local_tensors();
   const std::vector<at::Tensor> others = now.local_tensors();
@@ -122,7 +122,7 @@ ShardedTensor make_sharded_tensor(ShardedTensorState state) {
       "A ShardedTensor has no data pointer, as its data lies on many ranks: use local_shards() for those of "
       "this rank, or gather() for all.");
   if (requires_grad) tensor.set_requires_grad(true);
-  state_of(tensor);  // the history of the local tensors is that of the whole
+  state_of(tensor);  // the history of the local tensors is that of the sharded tensor
   return tensor;
 }
 

@@ -93,7 +93,7 @@ ShardingSpecPtr EnumerableShardingSpec::clone() const {
 
 ShardingSpecPtr parse_sharding_spec(std::string_view text) {
   if (text.starts_with(kEnumerable)) {
-    // The text of a whole tensor's metadata ends so.
+    // The text of a sharded tensor's metadata ends so.
     const auto metadata = ShardedTensorMetadata::parse(c10::str("[] f32: ", text.substr(kEnumerable.size())));
     return std::make_shared<EnumerableShardingSpec>(metadata.shards_metadata);
   }

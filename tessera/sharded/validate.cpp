@@ -50,13 +50,13 @@ void validate_non_overlapping_shards_metadata(const std::vector<ShardMetadata>& 
 void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef size) {
   TESSERA_CHECK_VALUE(!shards.empty(), "A tensor of size ", size, " has no shards.");
   static_cast<void>(ShardMetadata(std::vector<int64_t>(size.size(), 0), size.vec()).numel());  // may throw
-  Volume held = 0;
+  Volume covered = 0;
   for (const size_t i : c10::irange(shards.size())) {
     const ShardMetadata& shard = shards[i];
     TESSERA_CHECK_VALUE(shard.dim() == static_cast<int64_t>(size.size()), "Shard ", i, " (", shard, ") has ",
                         shard.dim(), " dims, but the tensor, of size ", size, ", has ", size.size(), ".");
     const Volume volume = volume_of(shard.shard_sizes);
-    held += volume;
+    covered += volume;
     for (size_t dim = 0; dim < size.size() && volume > 0; ++dim) {
       TESSERA_CHECK_VALUE(shard.shard_offsets[dim] + shard.shard_sizes[dim] <= size[dim], "Shard ", i, " (",
                           shard, ") reaches beyond a tensor of size ", size, ": in dim ", dim, " it ends at ",
@@ -64,11 +64,11 @@ void check_tensor(const std::vector<ShardMetadata>& shards, c10::IntArrayRef siz
     }
   }
   const Volume expected = volume_of(size);
-  if (held == expected) return;
-  const auto gap = held < expected ? find_gap(boxes_of(shards), size) : std::nullopt;
-  TESSERA_CHECK_VALUE(!gap, "The shards are not all of a tensor of size ", size, ": they have ", held,
+  if (covered == expected) return;
+  const auto gap = covered < expected ? find_gap(boxes_of(shards), size) : std::nullopt;
+  TESSERA_CHECK_VALUE(!gap, "The shards are not all of a tensor of size ", size, ": they have ", covered,
                       " of its ", expected, " elements, and none has element ", c10::IntArrayRef(*gap), ".");
-  TESSERA_CHECK_VALUE(false, "The shards have ", held, " elements, but a tensor of size ", size, " has ",
+  TESSERA_CHECK_VALUE(false, "The shards have ", covered, " elements, but a tensor of size ", size, " has ",
                       expected, ": some of them overlap.");
 }
 

@@ -52,9 +52,11 @@ TEST(Catalog, RefusesWhatDoesNotFit) {
   EXPECT_THAT(error_of({{4}, at::kFloat, {chunk({0, 0}, {4, 1}, 16)}}), HasSubstr("another number of dims"));
   EXPECT_THAT(error_of({{kMax, kMax}, at::kFloat, {}}), HasSubstr("64 bits"));
   EXPECT_THAT(error_of({{-1}, at::kFloat, {}}), HasSubstr("negative size"));
-  Chunk summed = chunk({0}, {4}, 16);
-  summed.checksums = Checksums{8, {1}};
-  EXPECT_THAT(error_of({{4}, at::kFloat, {summed}}), HasSubstr("has 1 checksums, but 2 blocks"));
+  Chunk summed = chunk({0}, {20}, 80);
+  summed.checksums = Checksums{64, {1}};
+  EXPECT_THAT(error_of({{20}, at::kFloat, {summed}}), HasSubstr("has 1 checksums, but 2 blocks"));
+  summed.checksums = Checksums{40, {1, 1}};
+  EXPECT_THAT(error_of({{20}, at::kFloat, {summed}}), HasSubstr("no multiple of 16"));
   Chunk far = chunk({0}, {4}, 16);
   far.offset = kMax;
   EXPECT_THAT(error_of({{4}, at::kFloat, {far}}), HasSubstr("beyond 64 bits"));

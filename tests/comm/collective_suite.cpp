@@ -174,7 +174,7 @@ void check_averages(const Context& x) {
   (check_average<T>(x), ...);
 }
 
-/// Big enough to be cut into many chunks, and not a multiple of anything.
+/// Big enough to be split into many chunks, and not a multiple of anything.
 void check_large(const Context& x) {
   const int64_t size = 300007;
   Tensors all;

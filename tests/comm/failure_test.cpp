@@ -262,7 +262,7 @@ TEST(Circle, IsNoneWhereAnotherThreadActsForARank) {
 }
 
 /// Programs that end: all ranks go through one list of calls among random ranks in the same order. Whatever
-/// they wait for, however long, and whatever they leave under way, none is told of a circle.
+/// they wait for, however long, and whatever they leave under way, none is notified of a circle.
 TEST(Circle, IsNeverSeenInProgramsThatEnd) {
   constexpr int kRanks = 5;
   for (const uint64_t seed : c10::irange(4)) {
@@ -471,7 +471,7 @@ TEST(GlooWait, ThatLastsIsReportedByProcesses) {
       AllOf(HasSubstr("in ALLREDUCE"), HasSubstr("of group gloo/cpu/0,1, for one or more of its other 1")));
 }
 
-/// The same mistake on rank 1, told to both with both sides; then the group still works.
+/// The same mistake on rank 1: both get an error with both sides; then the group still works.
 void expect_mismatch(const std::function<void(const Group&)>& right,
                      const std::function<void(const Group&)>& wrong, const std::string& what,
                      const std::string& right_words, const std::string& wrong_words) {

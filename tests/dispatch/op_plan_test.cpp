@@ -133,8 +133,8 @@ TEST_F(OpPlans, ViewsBeginWhereTheyDoOnOneDevice) {
   const OpPlan row = PreparedCall("aten::select.int", {tensor(S(1), {6, 8}), 0, 2}).plan();
   EXPECT_TRUE(row.by_rule);
   EXPECT_THAT(row.offsets, ElementsAre(16));
-  const OpPlan parts = PreparedCall("aten::split.Tensor", {tensor(S(0), {4, 6}), 2, 1}).plan();
-  EXPECT_THAT(parts.offsets, ElementsAre(0, 2, 4));
+  const OpPlan views = PreparedCall("aten::split.Tensor", {tensor(S(0), {4, 6}), 2, 1}).plan();
+  EXPECT_THAT(views.offsets, ElementsAre(0, 2, 4));
   const OpPlan sum = PreparedCall("aten::neg", {tensor(S(0), {4, 6})}).plan();
   EXPECT_TRUE(sum.offsets.empty());
 }

@@ -30,4 +30,9 @@ extern at::Tensor weight, indices;
 extern ChunkShardingSpec rows, columns;
 }  // namespace page_sharded
 
+namespace page_checkpoint {
+extern at::Tensor weight;
+extern torch::optim::Adam optimizer;
+}  // namespace page_checkpoint
+
 }  // namespace docs

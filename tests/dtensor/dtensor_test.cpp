@@ -97,7 +97,7 @@ TEST_P(Operators, Sum) {
 TEST_P(Operators, CloneAndDetach) {
   compare_all([](const Tensors& x) { return x[0].clone() + x[0].detach(); }, {numbers({5, 4})}, GetParam());
 }
-/// Operators without a rule are computed on replicas.
+/// Operators without a rule take the replicated fallback.
 TEST_P(Operators, OnReplicas) {
   compare_all([](const Tensors& x) { return at::softmax(x[0], 1); }, {numbers({5, 4})}, GetParam());
   compare_all(
@@ -249,16 +249,16 @@ TEST(DTensorApi, PrintsWhatTheRankHolds) {
     };
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     const at::Tensor whole = numbers({4, 6});
-    const at::Tensor cut = distribute_tensor(whole, mesh, {Shard(1)});
-    const at::Tensor sum = cut.sum(), view = cut.view({3, 8});
+    const at::Tensor columns = distribute_tensor(whole, mesh, {Shard(1)});
+    const at::Tensor sum = columns.sum(), view = columns.view({3, 8});
     if (get_rank() == 1) {
-      EXPECT_THAT(printed(cut), HasSubstr("DTensor [S(1)] on mesh(2): f32[4, 6], rank 1 holds:"));
-      EXPECT_THAT(printed(cut), HasSubstr(printed(DTensor(cut).to_local())));
+      EXPECT_THAT(printed(columns), HasSubstr("DTensor [S(1)] on mesh(2): f32[4, 6], rank 1 holds:"));
+      EXPECT_THAT(printed(columns), HasSubstr(printed(DTensor(columns).to_local())));
       EXPECT_THAT(printed(sum), HasSubstr("P(sum)"));
-      EXPECT_THAT(printed(cut.to(at::kDouble)), HasSubstr("rank 1 holds"));
+      EXPECT_THAT(printed(columns.to(at::kDouble)), HasSubstr("rank 1 holds"));
       EXPECT_THAT(printed(view), HasSubstr("f32[3, 8]"));
     }
-    cut.add_(1);
+    columns.add_(1);
     if (get_rank() == 0) EXPECT_THAT(printed(view), HasSubstr("written since"));
     EXPECT_TRUE(at::equal(DTensor(view + 0).full_tensor(), (whole + 1).view({3, 8})));
     EXPECT_THAT(printed(view), ::testing::Not(HasSubstr("written since")));
@@ -375,7 +375,7 @@ TEST(DTensorValues, ItemAndEqualAreGlobal) {
   });
 }
 
-/// All layouts of a matrix on a mesh of `mesh_ndim` dims, with strided cuts and two kinds of partial values.
+/// All layouts of a matrix on a mesh of `mesh_ndim` dims, with strided shards and two kinds of partial values.
 std::vector<Placements> all_layouts(int64_t mesh_ndim) {
   std::vector<Placements> lists{{}};
   for (int64_t i = 0; i < mesh_ndim; ++i) {
@@ -820,7 +820,7 @@ TEST(DTensorErrors, AsOnOneDevice) {
   });
 }
 
-/// What only reads plain tensors may be told to take them for replicas; so may what writes into them.
+/// What only reads plain tensors may be asked to take them for replicas; so may what writes into them.
 TEST(DTensorInPlace, IntoPlainTensors) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});

@@ -3,6 +3,7 @@
 #include <tessera/comm/run.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/kernels/linear_map.h>
 #include <tessera/kernels/mask_runs.h>
 #include <tessera/kernels/window.h>
 
@@ -124,6 +125,39 @@ TEST(Sliding, SizeAndReachAreThoseOfTheWindows) {
         }
       }
     }
+  }
+}
+
+/// Against the product with the matrices of the maps.
+TEST(LinearMaps, MapTheGlobalTensorAndItsGradient) {
+  const auto rows_taps = [](int64_t p) { return Taps{{p * 6 / 8, 0.25}, {std::min<int64_t>(p, 6), 2}}; };
+  const auto columns_taps = [](int64_t p) { return Taps{{p, 1}, {p + 1, -2}}; };
+  const std::vector<LinearMap> maps{{9, rows_taps}, {4, columns_taps}};
+  const auto matrix_of = [](const LinearMap& map, int64_t inputs) {
+    at::Tensor matrix = at::zeros({map.size, inputs});
+    for (int64_t p = 0; p < map.size; ++p) {
+      for (const Tap& tap : map.taps(p)) matrix[p][tap.position] += tap.weight;
+    }
+    return matrix;
+  };
+  const at::Tensor x = at::arange(2 * 7 * 5, at::kFloat).view({2, 7, 5}),
+                   gradient = at::arange(2 * 9 * 4, at::kFloat).view({2, 9, 4});
+  const at::Tensor rows = matrix_of(maps[0], 7), columns = matrix_of(maps[1], 5);
+  const at::Tensor expected = at::einsum("ai,bj,nij->nab", {rows, columns, x}),
+                   of_input = at::einsum("ai,bj,nab->nij", {rows, columns, gradient});
+  for (const int64_t ranks : {2, 3, 4}) {
+    run(ranks, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {ranks});
+      for (const int64_t dim : {1, 2}) {
+        const Spec input = spec_of(mesh, {Shard(dim)}, x.sizes()),
+                   result = spec_of(mesh, {Shard(dim)}, expected.sizes());
+        const LinearMaps local(input, result, maps, /*copies=*/false);
+        EXPECT_TRUE(at::allclose(local.forward(local_of(x, input)), local_of(expected, result)))
+            << dim << " of " << ranks;
+        EXPECT_TRUE(at::allclose(local.backward(local_of(gradient, result)), local_of(of_input, input)))
+            << dim << " of " << ranks;
+      }
+    });
   }
 }
 

@@ -274,20 +274,20 @@ TEST_P(MeshCases, SubmeshesAreAllSlicesAlongADim) {
   const Case& c = GetParam();
   on_all_ranks(c, [&](const DeviceMesh& mesh, int64_t) {
     for (int64_t dim = 0; dim < mesh.ndim(); ++dim) {
-      const auto parts = mesh.submeshes(c.names[dim]);
+      const auto slices = mesh.submeshes(c.names[dim]);
       size_t i = 0;
       for (const Ints& coordinate : Array::coordinates(c.array.shape)) {
         if (coordinate[dim] != 0) continue;
-        ASSERT_LT(i, parts.size());
-        expect_is(parts[i], c.array.along({dim}, coordinate), {c.names[dim]});
-        if (parts[i].is_member()) {
-          EXPECT_EQ(parts[i], mesh[c.names[dim]]);
+        ASSERT_LT(i, slices.size());
+        expect_is(slices[i], c.array.along({dim}, coordinate), {c.names[dim]});
+        if (slices[i].is_member()) {
+          EXPECT_EQ(slices[i], mesh[c.names[dim]]);
         }
-        EXPECT_EQ(parts[i].root(), mesh);
+        EXPECT_EQ(slices[i].root(), mesh);
         ++i;
       }
-      EXPECT_EQ(i, parts.size());
-      EXPECT_EQ(std::ranges::count_if(parts, &DeviceMesh::is_member), mesh.is_member() ? 1 : 0);
+      EXPECT_EQ(i, slices.size());
+      EXPECT_EQ(std::ranges::count_if(slices, &DeviceMesh::is_member), mesh.is_member() ? 1 : 0);
     }
   });
 }
@@ -380,10 +380,10 @@ TEST(DeviceMesh, UnflattensADimBetweenOthers) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 6, 2}, {"a", "b", "c"}, fake_world(rank, 24));
     Ints ranks(24);
     std::iota(ranks.begin(), ranks.end(), 0);
-    const DeviceMesh cut = mesh.unflatten("b", {3, 2}, {"x", "y"});
+    const DeviceMesh unflattened = mesh.unflatten("b", {3, 2}, {"x", "y"});
     const Array expected{{2, 3, 2, 2}, ranks};
-    expect_is(cut, expected, {"a", "x", "y", "c"});
-    expect_is(cut[{"a", "y"}], expected.along({0, 2}, rank), {"a", "y"});
+    expect_is(unflattened, expected, {"a", "x", "y", "c"});
+    expect_is(unflattened[{"a", "y"}], expected.along({0, 2}, rank), {"a", "y"});
     expect_is(mesh.unflatten(-1, {2, 1}, {"x", "y"}), {{2, 6, 2, 1}, ranks}, {"a", "b", "x", "y"});
     EXPECT_EQ(mesh.unflatten(1, {6}, {"b"}), mesh);
   }
@@ -482,9 +482,9 @@ TEST(DeviceMesh, FlattenRefusesNamesThatAreTaken) {
   EXPECT_EQ(mesh["outer"].ranks(), (Ints{0, 2, 4, 6}));
   EXPECT_EQ(mesh["dp"].flatten("alias").ranks(), mesh["dp"].ranks());
   EXPECT_THAT(message_of([&] { mesh.flatten("not a name"); }), HasSubstr("'not a name' is no identifier"));
-  const DeviceMesh cut = mesh.unflatten("dp", {2, 1}, {"x", "y"});
+  const DeviceMesh unflattened = mesh.unflatten("dp", {2, 1}, {"x", "y"});
   EXPECT_THAT(message_of([&] {
-                cut[{"x", "y"}].flatten("y");
+                unflattened[{"x", "y"}].flatten("y");
               }),
               HasSubstr("that is a dim of mesh(x=2, y=1)"));
   const DeviceMesh nameless = init_device_mesh(at::kCPU, {2, 2}, {}, mesh.world());
@@ -848,10 +848,10 @@ TEST(FromGroups, UsesTheGroupsGivenHoweverItIsCut) {
   const DeviceMesh turned = DeviceMesh::concatenate({mesh["tp"], mesh["dp"]});
   EXPECT_EQ(turned.get_all_groups(), (std::vector<Group>{tp, dp}));
   EXPECT_EQ(mesh.submeshes("tp")[1].get_group(), tp);
-  const DeviceMesh cut = mesh.unflatten("dp", {2, 1}, {"x", "y"});
-  EXPECT_EQ(cut.get_group("x"), dp);
-  EXPECT_EQ(cut.get_group("tp"), tp);
-  EXPECT_EQ(world->ranks_of(cut.get_group("y")), Ints{4});
+  const DeviceMesh unflattened = mesh.unflatten("dp", {2, 1}, {"x", "y"});
+  EXPECT_EQ(unflattened.get_group("x"), dp);
+  EXPECT_EQ(unflattened.get_group("tp"), tp);
+  EXPECT_EQ(world->ranks_of(unflattened.get_group("y")), Ints{4});
   EXPECT_EQ(world->ranks_of(mesh.flatten().get_group()), (Ints{0, 1, 2, 3, 4, 5}));
   EXPECT_EQ(world->ranks_of(mesh.get_group({"tp", "dp"})), (Ints{0, 3, 1, 4, 2, 5}));
 }

@@ -13,7 +13,7 @@ namespace {
 
 using testing::expect_close;
 
-TEST(InputReshard, GathersInBackwardWhatItCut) {
+TEST(InputReshard, GathersInBackwardWhatItSharded) {
   for (const int64_t batch : {4, 5, 1}) {
     torch::nn::Linear reference(6, 8);
     const at::Tensor x = testing::numbers({batch, 3, 6}), weight = testing::numbers({8, 6}, 1);

@@ -17,7 +17,7 @@ using testing::expect_error;
 namespace F = torch::nn::functional;
 
 struct Case {
-  std::vector<int64_t> shape;  // samples, classes, places
+  std::vector<int64_t> shape;  // samples, classes, positions
   F::CrossEntropyFuncOptions::reduction_t reduction = torch::kMean;
   double label_smoothing = 0;
   bool weighted = false;

@@ -1,6 +1,7 @@
 // Modules of libtorch and of users, parallelised, against one device.
 
 #include <tessera/comm/run.h>
+#include <tessera/debug/comm_debug_mode.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/nn/style.h>
 
@@ -262,6 +263,96 @@ TEST(Styles, Embeddings) {
   }
 }
 
+/// Where ranks have partial values of the gradient of a layer's input, they are reduced where it begins:
+/// those of a sharded input in one reduce-scatter.
+TEST(Styles, GradientsOfInputsAreReducedOnce) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    torch::nn::Linear linear(6, 8);
+    parallelize_module(*linear, mesh, ColwiseParallel());
+    for (const auto& [placement, collective] :
+         {std::pair{Replicate(), "all_reduce"}, {Shard(0), "reduce_scatter"}}) {
+      const at::Tensor x = distribute_tensor(small({4, 6}).requires_grad_(), mesh, {placement});
+      const at::Tensor y = x * 1;
+      y.retain_grad();
+      const at::Tensor loss = linear(y).sum();
+      const CommDebugMode counts;
+      loss.backward();
+      EXPECT_EQ(DTensor(y.grad()).placements(), Placements{placement});
+      EXPECT_EQ(counts.calls(collective), 1) << counts;
+      EXPECT_EQ(counts.get_total_counts(), 1) << counts;
+    }
+  });
+}
+
+/// Projections of one input to queries, keys and values: their partial gradients are added up, and reduced once.
+TEST(Styles, LayersThatShareAnInputShareTheReductionOfItsGradient) {
+  using Layers = std::vector<torch::nn::Linear>;
+  const auto loss_of = [](Layers& layers, const at::Tensor& input) {
+    at::Tensor sum;
+    for (const size_t i : c10::irange(layers.size())) {
+      const at::Tensor output = layers[i](input).pow(2).sum();
+      sum = sum.defined() ? sum + output : output;
+    }
+    return sum;
+  };
+  const auto make = [] {
+    Layers layers;
+    for (const int64_t i : c10::irange(3)) {
+      layers.emplace_back(6, 8);
+      layers.back()->weight.detach().copy_(small({8, 6}, i));
+      layers.back()->bias.detach().copy_(small({8}, i));
+    }
+    return layers;
+  };
+  const at::Tensor plain = small({4, 6}).requires_grad_();
+  Layers reference = make();
+  loss_of(reference, plain).backward();
+  run(2, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    Layers layers = make();
+    for (auto& layer : layers) parallelize_module(*layer, mesh, ColwiseParallel());
+    for (const auto& [placement, collective] :
+         {std::pair{Replicate(), "all_reduce"}, {Shard(0), "reduce_scatter"}}) {
+      const at::Tensor x = distribute_tensor(plain.detach(), mesh, {placement}).requires_grad_();
+      // Gathered once, as by PrepareModuleInput.
+      const at::Tensor input = placement.is_shard() ? DTensor(x).redistribute({Replicate()}) : x;
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        x.mutable_grad().reset();
+        const at::Tensor loss = loss_of(layers, input);
+        const at::Tensor reduced = DTensor(loss).redistribute({Replicate()});
+        const CommDebugMode counts;
+        reduced.backward({}, /*retain_graph=*/true);
+        EXPECT_EQ(counts.calls(collective), 1) << counts;
+        EXPECT_EQ(counts.get_total_counts(), 1) << counts;
+        EXPECT_EQ(DTensor(x.grad()).placements(), Placements{placement});
+        expect_close(DTensor(x.grad()).full_tensor(), plain.grad(), "input");
+      }
+    }
+  });
+}
+
+/// The reduction is shared only among uses of the same value.
+TEST(Styles, InputsThatAreWrittenBetweenLayersDoNotShareTheReduction) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    torch::nn::Linear first(6, 8), second(6, 8);
+    for (auto* layer : {&first, &second}) {
+      (*layer)->weight.requires_grad_(false);  // so that it does not save its input
+      parallelize_module(**layer, mesh, ColwiseParallel());
+    }
+    const at::Tensor x = distribute_tensor(small({4, 6}), mesh, {Replicate()}).requires_grad_();
+    at::Tensor y = x * 1;
+    at::Tensor sum = first(y).sum();
+    y.add_(x);
+    sum = sum + second(y).sum();
+    sum.backward();
+    const at::Tensor expected =
+        (DTensor(first->weight).full_tensor() + 2 * DTensor(second->weight).full_tensor()).sum(0);
+    expect_close(DTensor(x.grad()).full_tensor(), expected.expand({4, 6}), "input");
+  });
+}
+
 /// Bags of any length: offsets and weights are replicated if they are plain.
 TEST(Styles, EmbeddingBagsWithOffsets) {
   const at::Tensor indices = at::remainder(at::arange(12, at::kLong) * 5, 7);
@@ -417,7 +508,7 @@ TEST(DistributeModule, RefusesWhatOthersHold) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     Mlp module;
-    const auto held = module->parameters();
+    const auto parameters = module->parameters();
     expect_error<c10::Error>(
         [&] {
           parallelize_module(*module, mesh, {{"up", ColwiseParallel()}});

@@ -31,10 +31,10 @@ at::Tensor torch_chunk(const at::Tensor& tensor, int64_t count, int64_t index) {
 }
 
 at::Tensor torch_strided_chunk(const at::Tensor& tensor, int64_t split, int64_t count, int64_t index) {
-  std::vector<at::Tensor> parts;
+  std::vector<at::Tensor> pieces;
   for (int64_t i = 0; i < split; ++i)
-    parts.push_back(torch_chunk(torch_chunk(tensor, split, i), count, index));
-  return at::cat(parts);
+    pieces.push_back(torch_chunk(torch_chunk(tensor, split, i), count, index));
+  return at::cat(pieces);
 }
 
 void expect_well_formed(const Pieces& pieces) {
@@ -108,7 +108,7 @@ TEST(Pieces, ContractExamples) {
   EXPECT_EQ(strided_shard({{0, 8}}, 2, 2, 0), (Pieces{{0, 2}, {4, 2}}));
 }
 
-// The way any two cuts follow each other on one dim.
+// The way any two splits follow each other on one dim.
 TEST(Pieces, TwoCutsAreThoseOfTorch) {
   int64_t cases = 0;
   for (int64_t size = 0; size <= 20; ++size) {
@@ -121,7 +121,7 @@ TEST(Pieces, TwoCutsAreThoseOfTorch) {
           ASSERT_EQ(elements(first), elements(torch_first));
           for (int64_t split2 = 1; split2 <= 5; ++split2) {
             for (int64_t count2 = 1; count2 <= 3; ++count2) {
-              int64_t held = 0;
+              int64_t covered = 0;
               for (int64_t index2 = 0; index2 < count2; ++index2) {
                 const Pieces second = strided_shard(first, split2, count2, index2);
                 expect_well_formed(second);
@@ -130,10 +130,10 @@ TEST(Pieces, TwoCutsAreThoseOfTorch) {
                 if (split2 == 1) {
                   ASSERT_EQ(second, shard(first, count2, index2));
                 }
-                held += length(second);
+                covered += length(second);
                 ++cases;
               }
-              ASSERT_EQ(held, length(first));
+              ASSERT_EQ(covered, length(first));
             }
           }
         }

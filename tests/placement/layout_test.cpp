@@ -79,20 +79,20 @@ Elements expand(const Pieces& pieces) {
 }
 
 // The same element by element: deals blocks of ceil(size / count) out in turn.
-Elements cut(const Elements& held, int64_t count, int64_t index) {
-  const auto size = static_cast<int64_t>(held.size());
+Elements chunk_of(const Elements& local, int64_t count, int64_t index) {
+  const auto size = static_cast<int64_t>(local.size());
   const int64_t block = std::max<int64_t>((size + count - 1) / count, 1);
   Elements out;
   for (int64_t i = 0; i < size; ++i) {
-    if (i / block == index) out.push_back(held[i]);
+    if (i / block == index) out.push_back(local[i]);
   }
   return out;
 }
 
-Elements held_elements(int64_t size, int64_t dim, IntArrayRef mesh_shape,
-                       const std::vector<Placement>& placements, IntArrayRef order, IntArrayRef coordinate) {
-  Elements held(size);
-  std::iota(held.begin(), held.end(), 0);
+Elements local_elements(int64_t size, int64_t dim, IntArrayRef mesh_shape,
+                        const std::vector<Placement>& placements, IntArrayRef order, IntArrayRef coordinate) {
+  Elements local(size);
+  std::iota(local.begin(), local.end(), 0);
   for (size_t i = 0; i < mesh_shape.size(); ++i) {
     const size_t mesh_dim = order.empty() ? i : order[i];
     const Placement& placement = placements[mesh_dim];
@@ -100,12 +100,12 @@ Elements held_elements(int64_t size, int64_t dim, IntArrayRef mesh_shape,
     Elements kept;
     for (int64_t part = 0; part < placement.split(); ++part) {
       const Elements mine =
-          cut(cut(held, placement.split(), part), mesh_shape[mesh_dim], coordinate[mesh_dim]);
+          chunk_of(chunk_of(local, placement.split(), part), mesh_shape[mesh_dim], coordinate[mesh_dim]);
       kept.insert(kept.end(), mine.begin(), mine.end());
     }
-    held = kept;
+    local = kept;
   }
-  return held;
+  return local;
 }
 
 TEST(Layout, ContractExamples) {
@@ -131,7 +131,7 @@ TEST(Layout, StridedShardWritesDownTheReverseOrder) {
 }
 
 // Every case: what each rank holds, and that the ranks together hold each element exactly once for each way
-// to choose the mesh coordinates that do not cut the tensor.
+// to choose the mesh coordinates that do not shard the tensor.
 TEST(Layout, ShardsTileTheTensor) {
   int64_t cases = 0;
   for (const DimVector& mesh : kMeshes) {
@@ -147,18 +147,18 @@ TEST(Layout, ShardsTileTheTensor) {
             const auto pieces = local_pieces(shape, mesh, placements, order, coordinate);
             const LocalBox box = local_shape_and_global_offset(shape, mesh, placements, order, coordinate);
             ASSERT_EQ(pieces.size(), shape.size());
-            std::vector<Elements> held;
+            std::vector<Elements> local;
             for (size_t dim = 0; dim < shape.size(); ++dim) {
-              held.push_back(expand(pieces[dim]));
-              ASSERT_EQ(held[dim], held_elements(shape[dim], static_cast<int64_t>(dim), mesh, placements,
-                                                 order, coordinate));
-              ASSERT_EQ(box.shape[dim], static_cast<int64_t>(held[dim].size()));
-              ASSERT_EQ(box.offset[dim], held[dim].empty() ? shape[dim] : held[dim].front());
+              local.push_back(expand(pieces[dim]));
+              ASSERT_EQ(local[dim], local_elements(shape[dim], static_cast<int64_t>(dim), mesh, placements,
+                                                   order, coordinate));
+              ASSERT_EQ(box.shape[dim], static_cast<int64_t>(local[dim].size()));
+              ASSERT_EQ(box.offset[dim], local[dim].empty() ? shape[dim] : local[dim].front());
             }
             ASSERT_EQ(local_shape(shape, mesh, placements, order, coordinate), box.shape);
             locals.push_back(box.shape);
-            for (const int64_t row : held[0]) {
-              for (const int64_t column : held[1]) ++holders[{row, column}];
+            for (const int64_t row : local[0]) {
+              for (const int64_t column : local[1]) ++holders[{row, column}];
             }
             ++cases;
           }

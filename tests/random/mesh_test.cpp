@@ -180,7 +180,7 @@ TEST_P(Everywhere, TheSameNumbers) {
   }
 }
 
-/// Cuts in another order, and strided ones.
+/// Shards in another order, and strided ones.
 TEST(Random, OtherLayouts) {
   const std::vector<int64_t> shape{19, 6};
   random::manual_seed(kSeed);
@@ -262,7 +262,7 @@ TEST(Random, NothingIsCommunicated) {
           placement);
   }
   check([](const testing::Tensors& x) { return at::multinomial(x[0], 2); }, Shard(0), Shard(0));
-  // None is computed on replicas.
+  // None takes the replicated fallback.
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     const auto before = fallback_counts();

@@ -170,7 +170,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
-/// The part of a tensor that pieces tell.
+/// The part of a tensor that pieces describe.
 at::Tensor part_of(at::Tensor whole, const std::vector<Pieces>& pieces) {
   for (size_t dim = 0; dim < pieces.size(); ++dim) {
     std::vector<at::Tensor> parts;

@@ -164,7 +164,7 @@ TEST(Plan, MergesMeshDimsIntoOneCollective) {
                       {1, 0, 2});
   const Plan gathered = plan(reversed, on.spec("[R, R, R]"));
   ASSERT_EQ(kinds(gathered), Kinds{all_gather});
-  EXPECT_EQ(gathered.steps[0].mesh_dims, (c10::SmallVector<int64_t, 4>{1, 0}));  // the outermost cut first
+  EXPECT_EQ(gathered.steps[0].mesh_dims, (c10::SmallVector<int64_t, 4>{1, 0}));  // the outermost shard first
 }
 
 TEST(Plan, OnlyTheInnermostCutIsUndoneAlone) {
@@ -326,14 +326,14 @@ int64_t least_received(const Spec& from, const Spec& to) {
     const auto pieces = spec.local_pieces(coordinate);
     int64_t inner = 1;
     for (int64_t d = spec.ndim() - 1; d >= 0; inner *= spec.shape()[d--]) {
-      std::vector<bool> held(spec.shape()[d], false);
-      for (const Range& r : pieces[d]) std::fill_n(held.begin() + r.offset, r.size, true);
-      for (size_t e = 0; e < out.size(); ++e) out[e] = out[e] && held[e / inner % spec.shape()[d]];
+      std::vector<bool> local(spec.shape()[d], false);
+      for (const Range& r : pieces[d]) std::fill_n(local.begin() + r.offset, r.size, true);
+      for (size_t e = 0; e < out.size(); ++e) out[e] = out[e] && local[e / inner % spec.shape()[d]];
     }
     return out;
   };
   struct Team {
-    std::vector<bool> needed, held;
+    std::vector<bool> needed, local;
   };
   std::map<c10::DimVector, Team> teams;
   const int64_t ranks = c10::multiply_integers(mesh);
@@ -344,18 +344,18 @@ int64_t least_received(const Spec& from, const Spec& to) {
       const bool made = from.placement(i) != to.placement(i) && to.placement(i).is_partial();
       team[i] = made ? 0 : coordinate[i];
     }
-    const std::vector<bool> held = mask(from, coordinate);
+    const std::vector<bool> local = mask(from, coordinate);
     Team& at = teams[team];
     at.needed = mask(to, coordinate);
-    at.held.resize(held.size(), false);
-    for (size_t e = 0; e < held.size(); ++e) at.held[e] = at.held[e] || (held[e] && combined == 1);
+    at.local.resize(local.size(), false);
+    for (size_t e = 0; e < local.size(); ++e) at.local[e] = at.local[e] || (local[e] && combined == 1);
   }
   int64_t least = 0, needed_by_all = 0;
   for (const auto& [coordinate, team] : teams) {
     int64_t missing = 0;
     for (size_t e = 0; e < team.needed.size(); ++e) {
       needed_by_all += team.needed[e];
-      missing += team.needed[e] && !team.held[e];
+      missing += team.needed[e] && !team.local[e];
     }
     // A team that reduces only among its own may divide the work.
     if (combined == 1 || made_partial == 1) {
@@ -373,14 +373,14 @@ int64_t least_received(const Spec& from, const Spec& to) {
 /// Why a plan may be over the bound.
 enum Reason : size_t {
   replicas_work_alike,  // replicas reduce the same values, though they could divide them
-  reduced_then_moved,   // the new cut cannot be the innermost, or other mesh dims change too
-  partial_not_shared,   // one rank receives what several could hold parts of, as the target is partial
-  uneven,               // a ring takes as long as its largest chunk
-  held_in_other_words,  // what becomes partial lies where it is needed, but the cuts do not show it
+  reduced_then_moved,   // the new shard cannot be the innermost, or other mesh dims change too
+  partial_not_shared,  // one rank receives what several could have partial values of, as the target is partial
+  uneven,              // a ring takes as long as its largest chunk
+  local_in_other_words,  // what becomes partial lies where it is needed, but the shards do not show it
 };
 constexpr const char* kReasons[] = {"replicas reduce the same values", "reduced, then moved",
                                     "partial values are not divided among all ranks that may hold them",
-                                    "uneven chunks", "held already, but by other cuts"};
+                                    "uneven chunks", "local already, but by other shards"};
 constexpr double kMost[] = {4.5, 5, 8, 3, std::numeric_limits<double>::infinity()};
 
 Reason reason(const Plan& plan, int64_t bound) {
@@ -392,7 +392,7 @@ Reason reason(const Plan& plan, int64_t bound) {
   for (const Step& step : plan.steps) {
     (step.kind == all_reduce || step.kind == reduce_scatter ? reduces : moves) |= step.communicates();
   }
-  if (bound == 0) return held_in_other_words;
+  if (bound == 0) return local_in_other_words;
   if (reduces && replicates) return replicas_work_alike;
   if (reduces && moves) return reduced_then_moved;
   return makes_partial ? partial_not_shared : uneven;
@@ -437,7 +437,7 @@ TEST(Plan, BytesAgainstTheLowerBound) {
           }
           const double ratio = static_cast<double>(bytes) / static_cast<double>(bound);
           const Reason why = reason(found, bound);
-          if (why == held_in_other_words) {
+          if (why == local_in_other_words) {
             EXPECT_TRUE(found.steps.back().kind == to_partial) << found;
           }
           if (shape == even) {

@@ -1,4 +1,4 @@
-// Operators that users meet seldom: right against one device, and by rules, never on replicas.
+// Operators that users meet seldom: right against one device, and by rules, never by the replicated fallback.
 
 #include <tessera/dispatch/cache.h>
 

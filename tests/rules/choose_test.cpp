@@ -40,7 +40,7 @@ TEST(Einsum, RowsOfAMatrixProduct) {
   EXPECT_TRUE(has(all, {P, R}, {P}));
   EXPECT_TRUE(has(all, {R, P}, {P}));
   EXPECT_FALSE(has(all, {P, P}, {P}));
-  // Those first that keep the result cut.
+  // Those first that keep the result sharded.
   EXPECT_EQ(all[0].outputs[0], S(0));
   EXPECT_EQ(all[1].outputs[0], S(1));
 }
@@ -189,8 +189,8 @@ TEST_F(Choose, ViewsKeepWhatRanksHold) {
   for (const auto& from : shapes) {
     Placements choices{R};
     for (int64_t dim = 0; dim < static_cast<int64_t>(from.size()); ++dim) {
-      for (const Placement& cut : {S(dim), StridedShard(dim, 2), StridedShard(dim, 8)})
-        choices.push_back(cut);
+      for (const Placement& shard : {S(dim), StridedShard(dim, 2), StridedShard(dim, 8)})
+        choices.push_back(shard);
     }
     for (const auto& to : shapes) {
       if (c10::multiply_integers(from) != c10::multiply_integers(to)) continue;

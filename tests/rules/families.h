@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// Over meshes, and over sizes that cut evenly, unevenly and into nothing.
+/// Over meshes, and over sizes that split evenly, unevenly and into nothing.
 class Families : public ::testing::TestWithParam<std::vector<int64_t>> {
  protected:
   static constexpr size_t kLimit = 40;  // placements of a case

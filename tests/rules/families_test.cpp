@@ -1,5 +1,5 @@
 // Operators with sharding rules against one device: values and gradients over placements, meshes, and sizes
-// that cut evenly, unevenly and into nothing; and that nothing moves where nothing has to.
+// that split evenly, unevenly and into nothing; and that nothing moves where nothing has to.
 
 #include "tests/rules/families.h"
 
@@ -17,7 +17,7 @@ using namespace testing;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// Parts of a sum that are converted each by itself are not parts of the sum.
+/// Partial values that are converted each by itself are not partial values of the sum.
 TEST_P(Families, SumsOfPartsInAnotherDtype) {
   for (const at::ScalarType dtype : {at::kLong, at::kBool, at::kDouble}) {
     matrices([=](const Tensors& x) { return at::sum(x[0].detach(), {0}, false, dtype).to(at::kFloat); });

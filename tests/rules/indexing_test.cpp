@@ -154,11 +154,11 @@ TEST_P(Families, Scattering) {
 TEST_P(Families, Places) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}), mask = numbers({size, 3}, 2) > 0;
-    const at::Tensor places = at::tensor({2, 0, 5, 3, -1, 2}, at::kLong),
+    const at::Tensor positions = at::tensor({2, 0, 5, 3, -1, 2}, at::kLong),
                      once = at::tensor({2, 0, 5, 3}, at::kLong);
-    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, places}, false);
-    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, places.view({2, 3})}, false);
-    check([](const Tensors& x) { return at::put(x[0], x[1], x[2], true); }, {a, places, numbers({6}, 1)},
+    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, positions}, false);
+    check([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, positions.view({2, 3})}, false);
+    check([](const Tensors& x) { return at::put(x[0], x[1], x[2], true); }, {a, positions, numbers({6}, 1)},
           false);
     check([](const Tensors& x) { return (x[0] * 2).put_(x[1], x[2]); }, {a, once, numbers({4}, 1)}, false);
     check([](const Tensors& x) { return at::masked_scatter(x[0], x[1], x[2]); },
@@ -209,9 +209,9 @@ TEST(IndexingCommunication, NoneWhereNoneIsNeeded) {
                           {a, index, numbers({6, 4})}, {same, rows, rows}, sum);
   expect_no_communication([](const Tensors& x) { return at::scatter(x[0], 0, x[1], 7); },
                           {a, at::zeros({5, 4}, at::kLong)}, {rows, same}, rows);
-  for (const Placement& cut : {rows, Shard(1)})
-    expect_no_communication([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, index}, {cut, same},
-                            sum);
+  for (const Placement& sharded : {rows, Shard(1)})
+    expect_no_communication([](const Tensors& x) { return at::take(x[0], x[1]); }, {a, index},
+                            {sharded, same}, sum);
   expect_no_communication([](const Tensors& x) { return at::histc(x[0], 4, -3, 4); }, {a}, {rows}, sum);
   expect_no_communication([](const Tensors& x) { return at::searchsorted(x[0], x[1]); },
                           {at::arange(4).to(at::kFloat), a}, {same, rows}, rows);

@@ -1,4 +1,4 @@
-// Interpolation and padding of images whose spatial dims are cut: by halos, against one device.
+// Interpolation and padding of images whose spatial dims are sharded: by halos, against one device.
 
 #include <tessera/debug/comm_debug_mode.h>
 #include <tessera/dispatch/cache.h>
@@ -180,7 +180,7 @@ TEST(Interpolation, ResultsAreNew) {
   });
 }
 
-/// Less than half of what gathering the image moves, and the result stays cut.
+/// Less than half of what gathering the image moves, and the result stays sharded.
 TEST(Interpolation, MovesHalosOnly) {
   std::vector<Function> functions{
       [](const Tensors& x) {

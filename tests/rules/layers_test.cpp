@@ -174,7 +174,7 @@ TEST(LayersGradients, OfProducts) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     for (const int way : {0, 1, 2}) {
       const bool is_linear = way == 0;
-      for (const Placements& cut :
+      for (const Placements& sharded :
            {Placements{Shard(0), Shard(1)}, {Shard(2), Shard(0)}, {Replicate(), Shard(1)}}) {
         for (const at::ScalarType dtype : {at::kDouble, at::kComplexDouble}) {
           auto second = [&](bool distributed) {
@@ -184,7 +184,7 @@ TEST(LayersGradients, OfProducts) {
               input = (input * at::ones({}, dtype) + (dtype == at::kDouble ? 0 : 1)).to(dtype);
               if (dtype == at::kComplexDouble)
                 input = input * at::scalar_tensor(c10::complex<double>(1, 0.5), dtype);
-              const Placements placed = input.dim() == 3 ? cut : Placements{Shard(1), Shard(0)};
+              const Placements placed = input.dim() == 3 ? sharded : Placements{Shard(1), Shard(0)};
               if (distributed) input = distribute_tensor(input, mesh, placed);
               input.requires_grad_();
             }
@@ -416,21 +416,22 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
                           {image, numbers({4, 4, 3, 3})}, {same, batch}, Shard(1), true);
   expect_no_communication([](const Tensors& t) { return at::max_pool2d(t[0], 2); }, {image}, {batch}, batch,
                           true);
-  for (const Placement& cut : {Shard(0), Shard(1)}) {
+  for (const Placement& sharded : {Shard(0), Shard(1)}) {
     const at::Tensor q = numbers({4, 4, 3, 2}) * 0.3;
     expect_no_communication(
         [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2], {}, 0, true); },
-        {q, q + 1, q + 2}, {cut, cut, cut}, cut, true);
+        {q, q + 1, q + 2}, {sharded, sharded, sharded}, sharded, true);
   }
   const at::Tensor long_input = numbers({3, 5, 4}), weight = numbers({8, 4}), bias = numbers({8});
   auto linear = [](const Tensors& t) { return at::linear(t[0], t[1], t[2]); };
-  for (const Placement& cut : {Shard(0), Shard(1)})
-    expect_no_communication(linear, {long_input, weight, bias}, {cut, same, same}, cut, true);
+  for (const Placement& sharded : {Shard(0), Shard(1)})
+    expect_no_communication(linear, {long_input, weight, bias}, {sharded, same, same}, sharded, true);
   expect_no_communication(linear, {long_input, weight, bias}, {same, Shard(0), Shard(0)}, Shard(2), true);
   expect_no_communication(linear, {long_input, weight, bias}, {Shard(2), Shard(1), same}, sum, true);
-  for (const Placement& cut : {Shard(0), Shard(1)})
+  for (const Placement& sharded : {Shard(0), Shard(1)})
     expect_no_communication([](const Tensors& t) { return at::matmul(t[0], t[1].mT()); },
-                            {numbers({2, 4, 3, 5}), numbers({2, 4, 6, 5})}, {cut, cut}, cut, true);
+                            {numbers({2, 4, 3, 5}), numbers({2, 4, 6, 5})}, {sharded, sharded}, sharded,
+                            true);
   expect_no_communication([](const Tensors& t) { return at::einsum("bthd,bshd->bhts", t); },
                           {numbers({2, 5, 4, 3}), numbers({2, 6, 4, 3})}, {Shard(2), Shard(2)}, Shard(1),
                           true);
@@ -456,7 +457,7 @@ TEST(LayersCommunication, NoneWhereNoneIsNeeded) {
   expect_no_communication(
       [](const Tensors& t) { return at::cross_entropy_loss(t[0], t[1], {}, at::Reduction::Sum); },
       {numbers({6, 5}), indices.remainder(5)}, {batch, batch}, sum, true);
-  // Of classes that are cut: each rank knows of its own.
+  // Of classes that are sharded: each rank knows of its own.
   for (const int64_t reduction : {at::Reduction::None, at::Reduction::Sum})
     expect_no_communication(
         [=](const Tensors& t) { return at::nll_loss(t[0], t[1], t[2].detach(), reduction, 2); },

@@ -21,8 +21,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 at::Tensor as_float(const at::Tensor& x) { return x.to(at::kFloat); }
 
-/// Sizes that are cut evenly, unevenly and into nothing; the last has dims behind the first that are long
-/// enough to be cut as they are.
+/// Sizes that are split evenly, unevenly and into nothing; the last has dims behind the first that are long
+/// enough to be sharded as they are.
 const std::vector<std::vector<int64_t>> kShapes{{8, 3}, {5, 3}, {2, 3}, {3, 130}};
 
 TEST_P(Families, Masks) {
@@ -62,7 +62,7 @@ TEST_P(Families, Masks) {
         },
         {x, mask, some}, false);
   }
-  // Cut in the middle, and twice.
+  // Split in the middle, and twice.
   const at::Tensor deep = numbers({2, 3, 150}), marks = numbers({2, 3, 150}, 1) > 0;
   check([](const Tensors& t) { return at::masked_select(t[0], t[1]); }, {deep, marks});
   check([](const Tensors& t) { return as_float(at::nonzero(t[0])); }, {deep});
@@ -88,7 +88,7 @@ TEST(Selecting, SizesChangeFromCallToCall) {
   });
 }
 
-/// What is selected does not travel but for what has to make the parts even.
+/// What is selected does not travel but for what makes the shards even.
 TEST(Selecting, MovesLittle) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
@@ -107,7 +107,7 @@ TEST(Selecting, MovesLittle) {
   });
 }
 
-/// Mesh dims may cut a dim in any order; so they do the result.
+/// Mesh dims may shard a dim in any order; so they do the result.
 TEST(Selecting, InAnyOrderOfCuts) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
@@ -131,11 +131,11 @@ TEST(Selecting, GradientsStayCut) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
     const at::Tensor x =
         distribute_tensor(numbers({4000, 8}), mesh, {Shard(0)}, std::nullopt).requires_grad_();
-    const at::Tensor places = distribute_tensor(at::arange(10), mesh, {Replicate()}, std::nullopt);
+    const at::Tensor positions = distribute_tensor(at::arange(10), mesh, {Replicate()}, std::nullopt);
     const at::Tensor mask = x.detach() > 0;
     for (const auto& select : {Function([&](const Tensors& t) { return t[0].index({mask}); }),
                                Function([&](const Tensors& t) { return at::masked_select(t[0], mask); }),
-                               Function([&](const Tensors& t) { return t[0].index({places}); })}) {
+                               Function([&](const Tensors& t) { return t[0].index({positions}); })}) {
       x.mutable_grad() = at::Tensor();
       CommDebugMode counts;
       select({x}).sum().backward();
@@ -209,16 +209,16 @@ TEST_P(Families, Extremes) {
   }
 }
 
-/// As of the logits of a vocabulary that is cut.
+/// As of the logits of a vocabulary that is sharded.
 TEST(Picking, OnlyCandidatesAreGathered) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
     const at::Tensor plain = at::remainder(at::arange(2 * 4000) * 7919, 8009).to(at::kFloat).view({2, 4000});
     const at::Tensor x = distribute_tensor(plain, mesh, {Shard(1)}, std::nullopt);
     CommDebugMode counts;
-    const auto [values, places] = at::topk(x, 5, 1);
+    const auto [values, positions] = at::topk(x, 5, 1);
     EXPECT_EQ(counts.get_comm_counts().at("all_gather").bytes, 2 * 5 * 4 * (4 + 8));
-    expect_close(DTensor(places).full_tensor(), std::get<1>(at::topk(plain, 5, 1)), "topk");
+    expect_close(DTensor(positions).full_tensor(), std::get<1>(at::topk(plain, 5, 1)), "topk");
     CommDebugMode more;
     const at::Tensor best = at::argmax(x, -1);
     EXPECT_EQ(more.get_comm_counts().at("all_gather").bytes, 2 * 4 * (4 + 8));

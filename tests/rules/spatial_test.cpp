@@ -1,4 +1,4 @@
-// Convolution and pooling of images whose spatial dims are cut: by halos, against one device. Interpolation
+// Convolution and pooling of images whose spatial dims are sharded: by halos, against one device. Interpolation
 // and padding: interpolate_test.cpp.
 
 #include "tests/rules/spatial.h"
@@ -92,7 +92,7 @@ TEST_P(Spatial, Convolution3d) {
 }
 
 TEST_P(Spatial, Groups) {
-  // Cut along the groups, with the weight cut too.
+  // Sharded along the groups, with the weight sharded too.
   run(c10::multiply_integers(GetParam()), [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, GetParam());
     for (const int64_t groups : {2, 4, 8}) {
@@ -158,7 +158,7 @@ TEST_P(Spatial, AvgPool) {
 }
 
 TEST_P(Spatial, AdaptivePool) {
-  // Windows that are even, that overlap, that are more than there are places; less of them than ranks.
+  // Windows that are even, that overlap, that are more than there are elements; less of them than ranks.
   for (const std::vector<int64_t>& size :
        {std::vector<int64_t>{4, 2}, {8, 3}, {3, 2}, {5, 4}, {7, 5}, {11, 1}, {1, 7}}) {
     const at::Tensor image = numbers({2, 2, 8, 6}) * 100 + at::arange(192).view({2, 2, 8, 6});
@@ -208,8 +208,8 @@ TEST_P(Spatial, Rearrangements) {
   check([](const Tensors& x) { return at::diag_embed(x[0].select(1, 0), 1, 0); }, {image});
   check(
       [](const Tensors& x) {
-        const auto [values, places] = at::max_pool2d_with_indices(x[0], 2);
-        return at::max_unpool2d(values, places, {4, 6});
+        const auto [values, positions] = at::max_pool2d_with_indices(x[0], 2);
+        return at::max_unpool2d(values, positions, {4, 6});
       },
       {image});
   check([](const Tensors& x) { return at::grid_sampler(x[0], x[1], 0, 0, false); },

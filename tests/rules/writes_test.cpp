@@ -1,4 +1,4 @@
-// Writes into views and arguments, against one device: also where a view cuts a dim that is cut already.
+// Writes into views and arguments, against one device: also where a view splits a dim that is sharded already.
 
 #include <tessera/comm/run.h>
 #include <tessera/dispatch/cache.h>

@@ -62,7 +62,7 @@ TEST(Boxes, SearchStopsWhenTold) {
   EXPECT_EQ(calls, 3);
 }
 
-/// All of a tensor, cut at random.
+/// All of a tensor, split at random.
 Shards random_tiling(std::mt19937& random, const std::vector<int64_t>& size, size_t count) {
   return testing::random_spec(random, size, count, 4).shards();
 }

@@ -46,7 +46,7 @@ std::vector<std::shared_ptr<const ShardingSpec>> specs() {
           grid_spec({kRows, kColumns}, 4).clone(), random_spec(random, {kRows, kColumns}, 9, 4).clone()};
 }
 
-/// The gradient of the whole table, of which each rank holds the parts that its shards got.
+/// The gradient of the embedding weight, of which each rank has what its shards got.
 void expect_gradient(const ShardedTensor& weight, const at::Tensor& expected, const std::string& what) {
   for (const LocalShard& shard : weight.local_shards()) {
     if (shard.tensor.numel() == 0) continue;

@@ -126,7 +126,7 @@ TEST(ShardedTensorMetadata, TextAndBytes) {
   EXPECT_EQ(ShardedTensorMetadata::parse("[3] i64:").shards_metadata.size(), 0);
 }
 
-// Bytes that are cut off or damaged are an error, never a crash.
+// Bytes that are truncated or damaged are an error, never a crash.
 TEST(ShardedTensorMetadata, DamagedBytes) {
   const std::string bytes =
       ChunkShardingSpec(0, {"rank:0/cpu", "rank:1/cpu"}).build_metadata({10, 4}, {}).to_bytes();
@@ -146,24 +146,24 @@ TEST(ShardedTensorMetadata, DamagedBytes) {
   }
 }
 
-std::vector<std::vector<int64_t>> cut(const ShardedTensorMetadata& metadata, int64_t dim) {
+std::vector<std::vector<int64_t>> ranges_along(const ShardedTensorMetadata& metadata, int64_t dim) {
   std::vector<std::vector<int64_t>> result;
   for (const ShardMetadata& shard : metadata.shards_metadata)
     result.push_back({shard.shard_offsets[dim], shard.shard_sizes[dim]});
   return result;
 }
 
-using Cuts = std::vector<std::vector<int64_t>>;
+using Ranges = std::vector<std::vector<int64_t>>;
 const std::vector<RemoteDevice> kFour = {"rank:0/cpu", "rank:1/cpu", "rank:2/cpu", "rank:3/cpu"};
 
 TEST(ChunkShardingSpec, CutsAsTorchChunk) {
   const ChunkShardingSpec rows(0, kFour);
-  EXPECT_EQ(cut(rows.build_metadata({10, 2}, {}), 0), (Cuts{{0, 3}, {3, 3}, {6, 3}, {9, 1}}));
-  EXPECT_EQ(cut(rows.build_metadata({2, 2}, {}), 0), (Cuts{{0, 1}, {1, 1}, {2, 0}, {2, 0}}));
-  EXPECT_EQ(cut(rows.build_metadata({0, 2}, {}), 0), (Cuts{{0, 0}, {0, 0}, {0, 0}, {0, 0}}));
+  EXPECT_EQ(ranges_along(rows.build_metadata({10, 2}, {}), 0), (Ranges{{0, 3}, {3, 3}, {6, 3}, {9, 1}}));
+  EXPECT_EQ(ranges_along(rows.build_metadata({2, 2}, {}), 0), (Ranges{{0, 1}, {1, 1}, {2, 0}, {2, 0}}));
+  EXPECT_EQ(ranges_along(rows.build_metadata({0, 2}, {}), 0), (Ranges{{0, 0}, {0, 0}, {0, 0}, {0, 0}}));
   const auto columns = ChunkShardingSpec(-1, kFour).build_metadata({3, 9}, {});
-  EXPECT_EQ(cut(columns, 1), (Cuts{{0, 3}, {3, 3}, {6, 3}, {9, 0}}));
-  EXPECT_EQ(cut(columns, 0), (Cuts{{0, 3}, {0, 3}, {0, 3}, {0, 3}}));
+  EXPECT_EQ(ranges_along(columns, 1), (Ranges{{0, 3}, {3, 3}, {6, 3}, {9, 0}}));
+  EXPECT_EQ(ranges_along(columns, 0), (Ranges{{0, 3}, {0, 3}, {0, 3}, {0, 3}}));
   for (int64_t size = 0; size < 20; ++size) {
     const auto chunks = at::empty({size}).chunk(4);
     const auto metadata = rows.build_metadata({size}, {});
@@ -237,7 +237,7 @@ TEST(ShardingSpec, IsInferredFromShards) {
   auto shards = permuted.build_metadata({10}, {}).shards_metadata;
   std::swap(shards[0], shards[3]);  // in whatever order they are listed
   EXPECT_TRUE(*infer_sharding_spec(shards) == permuted);
-  // Cut along one dim, but not as chunks; a grid; one shard alone.
+  // Sharded along one dim, but not as chunks; a grid; one shard alone.
   for (const std::vector<ShardMetadata>& named :
        {std::vector<ShardMetadata>{{{0}, {1}, "rank:0"}, {{1}, {3}, "rank:1"}},
         std::vector<ShardMetadata>{
@@ -247,7 +247,7 @@ TEST(ShardingSpec, IsInferredFromShards) {
   }
 }
 
-// The largest tensors that can be counted are cut as any; larger ones are errors.
+// The largest tensors that can be counted are sharded as any; larger ones are errors.
 TEST(ShardingSpecs, OfTheLargestSizes) {
   for (const std::vector<int64_t>& size :
        {std::vector<int64_t>{INT64_MAX}, {INT64_MAX / 3, 3}, {1, INT64_MAX}}) {

@@ -124,7 +124,7 @@ TEST(ShardParameter, Errors) {
     expect_error<c10::ValueError>([&] { shard_parameter(*transposed, "weight", spec); }, {"not contiguous"});
     shard_parameter(*linear, "bias", spec);
     expect_error<c10::ValueError>([&] { shard_parameter(*linear, "bias", spec); }, {"already"});
-    const at::Tensor held = linear->weight;
+    const at::Tensor weight = linear->weight;
     expect_error<c10::Error>([&] { shard_parameter(*linear, "weight", spec); }, {"another handle exists"});
   });
 }

@@ -228,8 +228,8 @@ TEST(ShardedOps, PointwiseOnesComputeOnLocalShards) {
         const ShardedTensor actual = function(p, q);
         EXPECT_EQ(actual.scalar_type(), expected.scalar_type());
         EXPECT_EQ(actual.requires_grad(), expected.requires_grad());
-        auto close = [](const ShardedTensor& parts, const at::Tensor& all) {
-          for (const LocalShard& shard : parts.local_shards()) {
+        auto close = [](const ShardedTensor& sharded, const at::Tensor& all) {
+          for (const LocalShard& shard : sharded.local_shards()) {
             const at::Tensor mine =
                 testing::part(all, shard.metadata.shard_offsets, shard.metadata.shard_sizes);
             EXPECT_TRUE(at::allclose(shard.tensor.detach(), mine)) << shard.metadata;
@@ -289,7 +289,7 @@ TEST(ShardedOps, Reductions) {
 
 // --- registered by users
 
-/// x W^T + b with W cut by its rows: each rank computes the columns that it holds of the result, for the
+/// x W^T + b with W sharded by its rows: each rank computes its columns of the result, for the
 /// inputs of all ranks, and they are exchanged. This is the example of docs/sharded.md.
 at::Tensor sharded_linear(const at::Tensor& input, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias) {

@@ -29,15 +29,15 @@ RANK_BODY(sample) {
   launch(1, [] {
     at::set_num_threads(1);
     const int64_t rank = get_rank();
-    // Cut, gathered and cut again, in dtypes that gloo knows and does not know.
+    // Resharded and gathered, in dtypes that gloo knows and does not know.
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat}) {
       const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
       const ShardedTensor tensor = shard_tensor(whole, chunks(0, {2, 0, 1, 3}), 1);
       expect_parts(tensor, whole);
-      const ShardedTensor cut = tensor.reshard(irregular_spec());
-      expect_parts(cut, whole);
-      expect_parts(cut.reshard(chunks(1, {0, 1})), whole);
-      const at::Tensor gathered = cut.gather(3);
+      const ShardedTensor resharded = tensor.reshard(irregular_spec());
+      expect_parts(resharded, whole);
+      expect_parts(resharded.reshard(chunks(1, {0, 1})), whole);
+      const at::Tensor gathered = resharded.gather(3);
       if (rank == 3) EXPECT_TRUE(at::equal(gathered, whole));
       EXPECT_TRUE(at::equal(tensor, shard_tensor(whole, chunks(0, {2, 0, 1, 3}))));
     }

@@ -28,8 +28,8 @@ using namespace std::chrono_literals;
 
 void barrier() { comm::barrier(current_world()->group()).wait(); }
 
-/// The same tensor as its parts on three ranks; each part is a tensor of its own.
-ShardedTensor cut(const at::Tensor& whole, const ShardingSpec& spec, const Ranks& ranks = {}) {
+/// The same tensor as shards on three ranks; each is a tensor of its own.
+ShardedTensor sharded_by(const at::Tensor& whole, const ShardingSpec& spec, const Ranks& ranks = {}) {
   std::vector<LocalShard> mine;
   const auto metadata = spec.build_metadata(whole.sizes(), TensorProperties::of(whole));
   for (const ShardMetadata& shard : metadata.shards_metadata) {
@@ -67,17 +67,17 @@ void on_three_ranks() {
   // Several shards on rank 1, an empty one at the end.
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexDouble}) {
     const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
-    const ShardedTensor tensor = cut(whole, chunks(0, {1, 0, 1, 2, 1}));
+    const ShardedTensor tensor = sharded_by(whole, chunks(0, {1, 0, 1, 2, 1}));
     EXPECT_EQ(expect_remote_parts(tensor, whole), rank == 1 ? 2 : 4);
   }
   // Nothing on rank 1: it reads the others', and is in nobody's list.
   const at::Tensor whole = whole_tensor({4, 6});
-  const ShardedTensor two = cut(whole, chunks(1, {2, 0}));
+  const ShardedTensor two = sharded_by(whole, chunks(1, {2, 0}));
   EXPECT_EQ(expect_remote_parts(two, whole), rank == 1 ? 2 : 1);
   EXPECT_FALSE(two.remote_shards().contains(1));
 
   // Some of the ranks only.
-  const ShardedTensor apart = cut(whole, chunks(1, {2, 0}), Ranks{2, 0});
+  const ShardedTensor apart = sharded_by(whole, chunks(1, {2, 0}), Ranks{2, 0});
   EXPECT_EQ(expect_remote_parts(apart, whole), rank == 1 ? 0 : 1);
 
   // Other orders of local shards than the metadata's.
@@ -91,7 +91,7 @@ void on_three_ranks() {
   expect_remote_parts(init_from_local_shards_and_global_metadata(mine, metadata, {{}, true}), whole);
 
   // It is a copy, of what is there at the time.
-  const ShardedTensor changing = cut(at::zeros({3, 2}), chunks(0, {0, 1, 2}));
+  const ShardedTensor changing = sharded_by(at::zeros({3, 2}), chunks(0, {0, 1, 2}));
   const int64_t next = (rank + 1) % 3;
   const RemoteShard& other = changing.remote_shards().at(next).at(0);
   other.to_here().tensor.fill_(-1);
@@ -102,15 +102,15 @@ void on_three_ranks() {
   EXPECT_TRUE(other.to_here().tensor.equal(at::full({1, 2}, static_cast<float>(next))));
 
   // What is made of it has remote shards too; its gradient, which is not collective, has none.
-  const ShardedTensor again = cut(whole, chunks(0, {0, 1, 2})).reshard(chunks(1, {2, 1, 0}));
+  const ShardedTensor again = sharded_by(whole, chunks(0, {0, 1, 2})).reshard(chunks(1, {2, 1, 0}));
   EXPECT_EQ(expect_remote_parts(again, whole), 2);
-  const ShardedTensor learning = cut(whole.detach().clone(), chunks(0, {0, 1, 2})).requires_grad_();
+  const ShardedTensor learning = sharded_by(whole.detach().clone(), chunks(0, {0, 1, 2})).requires_grad_();
   learning.local_tensor().sum().backward();
   expect_remote_parts(learning, whole);
   if (rank == 0) expect_error<c10::Error>([&] { learning.grad().remote_shards(); }, {"init_rrefs"});
 
   // When it goes away it cannot be read any more, but until then by any who hold it.
-  ShardedTensor gone = cut(whole, chunks(0, {0, 1, 2}));
+  ShardedTensor gone = sharded_by(whole, chunks(0, {0, 1, 2}));
   const RemoteShard handle = gone.remote_shards().at(next).at(0);
   ShardedTensor alias = gone.detach();
   gone = {};
@@ -128,7 +128,7 @@ TEST(RemoteShards, BetweenThreads) {
   run(3, [] {
     rpc::init_rpc();
     on_three_ranks();
-    const ShardedTensor tensor = cut(whole_tensor({3, 2}), chunks(0, {0, 1, 2}));
+    const ShardedTensor tensor = sharded_by(whole_tensor({3, 2}), chunks(0, {0, 1, 2}));
     const RemoteShard& shard = tensor.remote_shards().at((get_rank() + 1) % 3).at(0);
     expect_error<c10::Error>([&] { shard.rref(); }, {"is a thread of this process", "to_here"});
     barrier();
@@ -143,7 +143,7 @@ RANK_BODY(remote_shards) {
     const at::Tensor whole = whole_tensor({6, 4});
     expect_error<c10::Error>(
         [&] {
-          cut(whole, chunks(0, {0, 1, 2}));
+          sharded_by(whole, chunks(0, {0, 1, 2}));
         },
         {"init_rrefs", "on rank 0 RPC is not initialized", "init_rpc"});
     rpc::init_rpc();
@@ -151,20 +151,20 @@ RANK_BODY(remote_shards) {
     {
       // Workers by their names, and libtorch's own references to their shards.
       const ShardedTensor named =
-          cut(whole, ChunkShardingSpec(0, {"worker2/cpu", "worker0/cpu", "rank:1/cpu"}));
+          sharded_by(whole, ChunkShardingSpec(0, {"worker2/cpu", "worker0/cpu", "rank:1/cpu"}));
       EXPECT_EQ(expect_remote_parts(named, whole), 2);
       for (const auto& [owner, shards] : named.remote_shards()) {
         const rpc::RRef rref = shards.at(0).rref();
         EXPECT_EQ(rref->owner(), owner);
         EXPECT_TRUE(rref->toHere().toTensor().equal(shards.at(0).to_here().tensor));
       }
-      expect_error<c10::ValueError>([&] { cut(whole, ChunkShardingSpec(0, {"nobody/cpu"})); },
+      expect_error<c10::ValueError>([&] { sharded_by(whole, ChunkShardingSpec(0, {"nobody/cpu"})); },
                                     {"no worker \"nobody\""});
       barrier();
     }
     {
       // An RRef keeps what it refers to.
-      ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+      ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
       const RemoteShard shard = tensor.remote_shards().at((rank + 1) % 3).at(0);
       const rpc::RRef rref = shard.rref();
       const at::Tensor before = rref->toHere().toTensor();
@@ -179,11 +179,15 @@ RANK_BODY(remote_shards) {
 
     // If one rank has no RPC, all learn of it.
     rpc::init_rpc();
-    const ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+    const ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
     EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
     barrier();
     if (rank == 1) rpc::shutdown(/*graceful=*/false);
-    expect_error<c10::Error>([&] { cut(whole, chunks(0, {0, 1, 2})); }, {"on rank 1 RPC is not initialized"});
+    expect_error<c10::Error>(
+        [&] {
+          sharded_by(whole, chunks(0, {0, 1, 2}));
+        },
+        {"on rank 1 RPC is not initialized"});
     rpc::shutdown(/*graceful=*/false);
   });
 }
@@ -196,7 +200,7 @@ RANK_BODY(remote_killed) {
     options.timeout = 20s;
     rpc::init_rpc(options);
     const at::Tensor whole = whole_tensor({6, 4});
-    const ShardedTensor tensor = cut(whole, chunks(0, {0, 1, 2}));
+    const ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
     EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
     barrier();
     if (get_rank() == 2) raise(SIGKILL);

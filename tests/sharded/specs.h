@@ -20,11 +20,11 @@ using sharded::ShardMetadata;
 
 /// Chunks of a dim on the CPUs of these ranks.
 ChunkShardingSpec chunks(int64_t dim, const std::vector<int64_t>& ranks);
-/// A 2-d tensor cut into 2 x 2 unequal boxes, dealt to the ranks in turn.
+/// A 2-d tensor split into 2 x 2 unequal boxes, dealt to the ranks in turn.
 EnumerableShardingSpec grid_spec(std::vector<int64_t> size, int64_t ranks);
 /// Of a tensor of size {7, 5}: boxes that no grid gives, on four ranks, one of which has none.
 EnumerableShardingSpec irregular_spec();
-/// A tensor cut into so many boxes at random, dealt to ranks at random.
+/// A tensor split into so many boxes at random, dealt to ranks at random.
 EnumerableShardingSpec random_spec(std::mt19937& random, const std::vector<int64_t>& size, size_t count,
                                    int64_t ranks);
 

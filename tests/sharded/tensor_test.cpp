@@ -1,4 +1,4 @@
-// Sharded tensors on ranks that are threads: how they are made, checked, gathered, cut otherwise and moved.
+// Sharded tensors on ranks that are threads: how they are made, checked, gathered, resharded and moved.
 
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
@@ -72,8 +72,8 @@ TEST(ShardedTensorInit, FewerRowsThanRanks) {
     const ShardedTensor tensor = ones(chunks(0, {0, 1, 2, 3}), {2, 5});
     EXPECT_EQ(tensor.local_tensor().numel(), rank < 2 ? 5 : 0);
     EXPECT_EQ(tensor.gather(3).defined(), rank == 3);
-    const ShardedTensor cut = tensor.reshard(chunks(1, {0, 1, 2, 3}));
-    EXPECT_EQ(cut.local_tensor().sizes(), at::IntArrayRef({2, rank < 2 ? 2 : rank == 2 ? 1 : 0}));
+    const ShardedTensor resharded = tensor.reshard(chunks(1, {0, 1, 2, 3}));
+    EXPECT_EQ(resharded.local_tensor().sizes(), at::IntArrayRef({2, rank < 2 ? 2 : rank == 2 ? 1 : 0}));
   });
 }
 
@@ -114,8 +114,8 @@ TEST(ShardedTensorInit, SubGroups) {
       expect_error<c10::Error>([&] { tensor.gather(); }, {"not among the ranks [1, 3]"});
       expect_error<c10::Error>([&] { tensor.reshard(chunks(1, {1, 3})); }, {"not among"});
     } else {
-      const ShardedTensor cut = tensor.reshard(chunks(1, {1, 3}));
-      EXPECT_EQ(cut.local_tensor().sizes(), at::IntArrayRef({5, 1}));
+      const ShardedTensor resharded = tensor.reshard(chunks(1, {1, 3}));
+      EXPECT_EQ(resharded.local_tensor().sizes(), at::IntArrayRef({5, 1}));
     }
     expect_error<c10::ValueError>(
         [&] {
@@ -158,7 +158,7 @@ TEST(ShardedTensorInit, Factories) {
   });
 }
 
-// The same seed gives the same tensor, however it is cut.
+// The same seed gives the same tensor, however it is sharded.
 TEST(ShardedTensorInit, RandomNumbersDoNotDependOnTheSpec) {
   std::mt19937 random(8);
   const std::vector<ShardingSpecPtr> specs{chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {3, 1}).clone(),
@@ -568,7 +568,7 @@ TEST(ShardedTensorGather, IntoAGivenTensor) {
   });
 }
 
-// --- cut otherwise
+// --- reshard
 
 TEST(ShardedTensorReshard, AllPairsOfDims) {
   on_ranks(4, [](int64_t rank) {
@@ -580,12 +580,12 @@ TEST(ShardedTensorReshard, AllPairsOfDims) {
           for (const auto& order : {std::vector<int64_t>{0, 1, 2, 3}, {3, 1, 0, 2}, {2, 1}}) {
             const ShardedTensor tensor = chunks(from, {0, 1, 2, 3}).shard(whole);
             const auto spec = chunks(to, order);
-            const ShardedTensor cut = tensor.reshard(spec);
-            ASSERT_TRUE(cut.sharding_spec() == spec);
-            ASSERT_EQ(cut.metadata(), spec.build_metadata(size, {}));
-            expect_parts(cut, whole);
+            const ShardedTensor resharded = tensor.reshard(spec);
+            ASSERT_TRUE(resharded.sharding_spec() == spec);
+            ASSERT_EQ(resharded.metadata(), spec.build_metadata(size, {}));
+            expect_parts(resharded, whole);
             ASSERT_EQ(tensor.local_shards().size(), 1);  // untouched
-            const at::Tensor gathered = cut.gather(3);
+            const at::Tensor gathered = resharded.gather(3);
             if (rank == 3) ASSERT_TRUE(at::equal(gathered, whole));
           }
         }
@@ -632,8 +632,8 @@ TEST(ShardedTensorReshard, AllDtypes) {
     for (const auto dtype :
          {at::kBool, at::kChar, at::kHalf, at::kBFloat16, at::kLong, at::kDouble, at::kComplexFloat}) {
       const at::Tensor whole = at::remainder(at::arange(20), 2).view({4, 5}).to(dtype);
-      const ShardedTensor cut = chunks(0, {0, 1}).shard(whole).reshard(chunks(1, {1, 0}));
-      const LocalShard& shard = cut.local_shards()[0];
+      const ShardedTensor resharded = chunks(0, {0, 1}).shard(whole).reshard(chunks(1, {1, 0}));
+      const LocalShard& shard = resharded.local_shards()[0];
       EXPECT_TRUE(
           at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
           << dtype;
@@ -647,10 +647,10 @@ TEST(ShardedTensorReshard, IsDifferentiable) {
     const at::Tensor whole = whole_tensor({6, 5}).requires_grad_();
     const at::Tensor weights = whole_tensor({6, 5}) + 1;
     const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(whole);  // the last rank has none
-    const ShardedTensor cut = tensor.reshard(chunks(1, {3, 2, 1, 0}));
-    EXPECT_TRUE(cut.requires_grad());
+    const ShardedTensor resharded = tensor.reshard(chunks(1, {3, 2, 1, 0}));
+    EXPECT_TRUE(resharded.requires_grad());
     at::Tensor loss = at::zeros({});
-    for (const LocalShard& shard : cut.local_shards())
+    for (const LocalShard& shard : resharded.local_shards())
       loss = loss +
              (shard.tensor * part(weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes)).sum();
     loss.backward();
@@ -684,9 +684,9 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
         const at::Tensor whole = (whole_tensor({6, 5}) / 10).requires_grad_();
         (whole.pow(3) * weights).sum().backward();
         const ShardedTensor tensor = chunks(0, before).shard(whole);
-        const ShardedTensor cut = tensor.reshard(chunks(1, after));
-        EXPECT_TRUE(cut.requires_grad() && !cut.is_leaf());
-        loss_of(cut).backward({}, /*retain_graph=*/true);
+        const ShardedTensor resharded = tensor.reshard(chunks(1, after));
+        EXPECT_TRUE(resharded.requires_grad() && !resharded.is_leaf());
+        loss_of(resharded).backward({}, /*retain_graph=*/true);
         EXPECT_TRUE(tensor.grad().defined());
         for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
@@ -695,11 +695,11 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
         // Or from the whole, with its gradient.
         tensor.mutable_grad().reset();
         const ShardedTensor gradient = chunks(1, after).shard(3 * whole.detach().square() * weights);
-        at::Tensor(cut).backward(gradient);
+        at::Tensor(resharded).backward(gradient);
         for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
                        part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes), "whole");
-        EXPECT_THROW(at::Tensor(cut).backward(at::ones({6, 5})), c10::Error);
+        EXPECT_THROW(at::Tensor(resharded).backward(at::ones({6, 5})), c10::Error);
       });
     }
   }
@@ -733,7 +733,7 @@ TEST(ShardedTensorReshard, Errors) {
   });
 }
 
-/// Cut in two at a place of the user's choice.
+/// Split in two at an index of the user's choice.
 class SplitAt final : public ShardingSpec {
  public:
   explicit SplitAt(int64_t place) : place_(place) {}

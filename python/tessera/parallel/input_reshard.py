@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from tessera import _C
-from tessera._api import DTensor
-from tessera._C import DeviceMesh, Replicate, Shard
+from tessera._C import DeviceMesh
 
 
 def input_reshard(
@@ -16,8 +15,8 @@ def input_reshard(
     """Let each rank keep, of what ``module`` saves for backward and all ranks have, only its shard; return the module.
 
     Backward gathers it when it needs it: memory for communication. What all ranks have are distributed tensors that are replicated, and the
-    plain tensors that the module is called with. ``tp_device_mesh``: of one dim. ``input_reshard_dim``: along which they are sharded; with None
-    nothing is done.
+    plain tensors that the module is called with; those of one dim are left alone. ``tp_device_mesh``: of one dim. ``input_reshard_dim``:
+    along which they are sharded; with None nothing is done.
     """
     if input_reshard_dim is None:
         return module
@@ -35,23 +34,13 @@ def input_reshard(
             if isinstance(value, torch.Tensor) and not _C.is_dtensor(value)
         }
 
-        def on_all_ranks(tensor: torch.Tensor) -> bool:
-            if _C.is_dtensor(tensor):
-                return _C.device_mesh(tensor) == tp_device_mesh and _C.placements(tensor) == (Replicate(),)
-            return tensor.untyped_storage().data_ptr() in inputs
-
         def pack(tensor: torch.Tensor) -> Any:
-            if (
-                isinstance(tensor, nn.Parameter)
-                or not -tensor.ndim <= dim < tensor.ndim
-                or not on_all_ranks(tensor)
-            ):
-                return tensor
-            return _Sharded(tensor, tp_device_mesh, dim)
+            is_replica = not _C.is_dtensor(tensor) and tensor.untyped_storage().data_ptr() in inputs
+            return _C.SavedShard.of(tensor, tp_device_mesh, dim, is_replica) or tensor
 
         entered.append(
             torch.autograd.graph.saved_tensors_hooks(
-                pack, lambda kept: kept.gathered() if isinstance(kept, _Sharded) else kept
+                pack, lambda kept: kept.gathered() if isinstance(kept, _C.SavedShard) else kept
             )
         )
         entered[-1].__enter__()
@@ -63,19 +52,3 @@ def input_reshard(
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
     return module
-
-
-class _Sharded:
-    """This rank's shard of a tensor that all ranks had."""
-
-    def __init__(self, tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> None:
-        self._was_plain = not _C.is_dtensor(tensor)
-        replica: Any = DTensor.from_local(tensor.detach(), mesh) if self._was_plain else tensor.detach()
-        self._shard = replica.redistribute(
-            placements=[Shard(dim)]
-        ).clone()  # a view would keep all of it alive
-
-    def gathered(self) -> torch.Tensor:
-        """The tensor again. All ranks must call it."""
-        replica: Any = self._shard.redistribute(placements=[Replicate()])
-        return replica.to_local() if self._was_plain else replica  # type: ignore[no-any-return]

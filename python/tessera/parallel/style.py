@@ -201,7 +201,25 @@ class SequenceParallel(ParallelStyle):
         return f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, use_local_output={self.use_local_output})"
 
 
-class PrepareModuleInput(ParallelStyle):
+class _PrepareModule(ParallelStyle):
+    """What PrepareModuleInput and PrepareModuleOutput share."""
+
+    use_local_output: bool
+
+    def _prepare(
+        self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str
+    ) -> Any:
+        if given is None:
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._prepare(each, mesh, given, desired, what) for each in value)
+        if isinstance(value, dict):
+            return {key: self._prepare(each, mesh, given, desired, what) for key, each in value.items()}
+        prepared = _prepare(value, mesh, given, desired, what)
+        return _C.to_local(prepared, None) if self.use_local_output else prepared
+
+
+class PrepareModuleInput(_PrepareModule):
     """Make distributed tensors of a module's inputs, and redistribute them as it needs them.
 
     ``input_layouts``: the placements of positional arguments that are plain tensors; one placement, or a tuple with one for each, with None
@@ -273,25 +291,13 @@ class PrepareModuleInput(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
 
-    def _prepare(
-        self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str
-    ) -> Any:
-        if given is None:
-            return value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._prepare(each, mesh, given, desired, what) for each in value)
-        if isinstance(value, dict):
-            return {key: self._prepare(each, mesh, given, desired, what) for key, each in value.items()}
-        prepared = _prepare(value, mesh, given, desired, what)
-        return _C.to_local(prepared, None) if self.use_local_output else prepared
 
-
-class PrepareModuleOutput(ParallelStyle):
+class PrepareModuleOutput(_PrepareModule):
     """Make distributed tensors of a module's outputs, and redistribute them.
 
     ``output_layouts``: the placements of outputs that are plain tensors; one placement, or a tuple with one for each, with None for what is
-    left alone. ``desired_output_layouts``: the placements to redistribute them to, None for what stays as it is. ``use_local_output``: whether
-    to return their local tensors.
+    left alone. ``desired_output_layouts``: the placements to redistribute them to, None for what stays as it is. A layout for an output that
+    is a tuple, list or dict holds for all the tensors in it. ``use_local_output``: whether to return their local tensors.
     """
 
     def __init__(
@@ -332,14 +338,6 @@ class PrepareModuleOutput(ParallelStyle):
 
         module.register_forward_hook(after)
         return module
-
-    def _prepare(
-        self, value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, what: str
-    ) -> Any:
-        if given is None:
-            return value
-        prepared = _prepare(value, mesh, given, desired, what)
-        return _C.to_local(prepared, None) if self.use_local_output else prepared
 
 
 class PrepareModuleInputOutput(ParallelStyle):

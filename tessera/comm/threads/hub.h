@@ -37,7 +37,7 @@ class Hub {
 
   Roster& roster() { return *roster_; }
 
-  /// The one meeting point of these ranks in this order; `name` tells apart groups of the same ranks.
+  /// The one meeting point of these ranks in this order; `name` distinguishes groups of the same ranks.
   std::shared_ptr<MeetingPoint> meeting_point(const std::vector<int64_t>& ranks, const std::string& name);
 
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }

@@ -266,7 +266,7 @@ void copy(std::byte* target, const std::byte* source, size_t bytes, bool streami
     }
     const size_t done = head + lines * kLine;
     std::memcpy(target + done, source + done, bytes - done);
-    _mm_sfence();  // before anyone is told that it is there
+    _mm_sfence();  // before anyone is notified that it is there
     return;
   }
 #else

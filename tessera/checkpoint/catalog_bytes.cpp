@@ -1,0 +1,100 @@
+#include <tessera/checkpoint/catalog_bytes.h>
+#include <tessera/checkpoint/native.h>
+
+namespace tessera::checkpoint {
+
+void put_path(sharded::ByteWriter& out, const Path& path) {
+  out.put(static_cast<int64_t>(path.size()));
+  for (const PathStep& step : path) {
+    const auto* key = std::get_if<std::string>(&step);
+    out.put(static_cast<uint8_t>(key != nullptr));
+    if (key) {
+      out.put(std::string_view(*key));
+    } else {
+      out.put(std::get<int64_t>(step));
+    }
+  }
+}
+
+Path get_path(sharded::ByteReader& in) {
+  Path path;
+  for (int64_t count = in.get_count(1); count > 0; --count) {
+    if (in.get<uint8_t>()) {
+      path.emplace_back(std::string(in.get_text()));
+    } else {
+      path.emplace_back(in.get<int64_t>());
+    }
+  }
+  return path;
+}
+
+void put_chunk(sharded::ByteWriter& out, const Chunk& chunk) {
+  out.put_list(chunk.offsets);
+  out.put_list(chunk.sizes);
+  out.put(std::string_view(chunk.file));
+  out.put(chunk.offset);
+  out.put(chunk.length);
+  out.put(static_cast<uint8_t>(chunk.container));
+  out.put(chunk.checksums ? chunk.checksums->block : int64_t{0});
+  if (chunk.checksums) out.put_list(chunk.checksums->crc32c);
+}
+
+Chunk get_chunk(sharded::ByteReader& in) {
+  Chunk chunk;
+  chunk.offsets = in.get_list();
+  chunk.sizes = in.get_list();
+  chunk.file = in.get_text();
+  chunk.offset = in.get<int64_t>();
+  chunk.length = in.get<int64_t>();
+  chunk.container = static_cast<Container>(in.get<uint8_t>());
+  if (const int64_t block = in.get<int64_t>()) {
+    Checksums& checksums = chunk.checksums.emplace();
+    checksums.block = block;
+    for (const int64_t checksum : in.get_list()) checksums.crc32c.push_back(static_cast<uint32_t>(checksum));
+  }
+  return chunk;
+}
+
+std::string to_bytes(const Catalog& catalog) {
+  sharded::ByteWriter out;
+  out.put(static_cast<uint8_t>(catalog.format));
+  out.put(static_cast<int64_t>(catalog.leaves.size()));
+  for (const auto& [key, leaf] : catalog.leaves) {
+    out.put(std::string_view(key));
+    put_path(out, leaf.path);
+    const TensorEntry* tensor = leaf.tensor();
+    out.put(static_cast<uint8_t>(tensor != nullptr));
+    if (!tensor) {
+      out.put(std::string_view(value_to_json(*leaf.value())));
+      continue;
+    }
+    out.put_list(tensor->shape);
+    out.put(static_cast<int8_t>(tensor->dtype));
+    out.put(static_cast<int64_t>(tensor->chunks.size()));
+    for (const Chunk& chunk : tensor->chunks) put_chunk(out, chunk);
+  }
+  return out.take();
+}
+
+Catalog catalog_from_bytes(std::string_view bytes) {
+  sharded::ByteReader in(bytes, "the catalog of a checkpoint");
+  Catalog catalog;
+  catalog.format = static_cast<Format>(in.get<uint8_t>());
+  for (int64_t count = in.get_count(1); count > 0; --count) {
+    const std::string key(in.get_text());
+    Leaf& leaf = catalog.leaves[key];
+    leaf.path = get_path(in);
+    if (!in.get<uint8_t>()) {
+      leaf.content = value_from_json(in.get_text(), "'" + key + "'");
+      continue;
+    }
+    TensorEntry tensor;
+    tensor.shape = in.get_list();
+    tensor.dtype = static_cast<c10::ScalarType>(in.get<int8_t>());
+    for (int64_t chunks = in.get_count(1); chunks > 0; --chunks) tensor.chunks.push_back(get_chunk(in));
+    leaf.content = std::move(tensor);
+  }
+  return catalog;
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <tessera/checkpoint/catalog.h>
+#include <tessera/sharded/bytes.h>
+
+#include <string>
+#include <string_view>
+
+/// What ranks send each other of catalogs.
+namespace tessera::checkpoint {
+
+void put_path(sharded::ByteWriter& out, const Path& path);
+Path get_path(sharded::ByteReader& in);
+void put_chunk(sharded::ByteWriter& out, const Chunk& chunk);
+Chunk get_chunk(sharded::ByteReader& in);
+
+std::string to_bytes(const Catalog& catalog);
+Catalog catalog_from_bytes(std::string_view bytes);
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,102 @@
+#include <tessera/checkpoint/peers.h>
+#include <tessera/comm/collectives.h>
+#include <tessera/error.h>
+
+#include <cstring>
+#include <exception>
+
+#include <ATen/Functions.h>
+#include <c10/util/irange.h>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+at::Tensor bytes_tensor(const std::string& bytes) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+std::string bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(tensor.numel())};
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace
+
+Peers::Peers(const std::string& purpose) {
+  if (!has_current_world()) return;
+  world_ = current_world();
+  rank_ = world_->rank();
+  size_ = world_->size();
+  if (size_ > 1) group_ = world_->group_for(purpose);
+}
+
+Peers::~Peers() = default;
+
+std::vector<std::string> Peers::all_gather(const std::string& mine) const {
+  if (size_ == 1) return {mine};
+  const at::Tensor sizes = at::empty({size_}, at::kLong);
+  comm::all_gather_into(sizes, at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), group_).wait();
+  comm::Tensors all;
+  for (const int64_t rank : c10::irange(size_))
+    all.push_back(at::empty({sizes.const_data_ptr<int64_t>()[rank]}, at::kByte));
+  comm::all_gather(all, bytes_tensor(mine), group_).wait();
+  std::vector<std::string> result;
+  for (const at::Tensor& tensor : all) result.push_back(bytes_of(tensor));
+  return result;
+}
+
+std::string Peers::broadcast(const std::string& bytes) const {
+  if (size_ == 1) return bytes;
+  const at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
+  comm::broadcast(size, 0, group_).wait();
+  const at::Tensor all = rank_ == 0 ? bytes_tensor(bytes) : at::empty({size.item<int64_t>()}, at::kByte);
+  comm::broadcast(all, 0, group_).wait();
+  return bytes_of(all);
+}
+
+void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const {
+  if (size_ == 1) {
+    received[0].copy_(sent[0]);
+    return;
+  }
+  comm::all_to_all(received, sent, group_).wait();
+}
+
+void Peers::together(const std::string& what, const std::function<void()>& work) const {
+  std::exception_ptr error;
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (size_ == 1) {
+    if (error) std::rethrow_exception(error);
+    return;
+  }
+  const auto failures = all_gather(error ? "!" + message_of(error) : "");
+  std::string message;
+  for (const int64_t rank : c10::irange(size_)) {
+    if (failures[rank].empty()) continue;
+    // The same on many ranks is said once.
+    const std::string reason = failures[rank].substr(1);
+    if (message.find(reason) != std::string::npos) continue;
+    message += c10::str(message.empty() ? "" : "\n", what, " failed on rank ", rank, ": ", reason);
+  }
+  TESSERA_CHECK(message.empty(), message);
+}
+
+}  // namespace tessera::checkpoint

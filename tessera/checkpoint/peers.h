@@ -1,0 +1,44 @@
+#pragma once
+
+#include <tessera/comm/world.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::checkpoint {
+
+/// The ranks that save or load together: those of the current world; where there is none, this process alone.
+/// They have a group of their own, so that a thread that writes in the background may use them while the rank
+/// computes.
+class Peers {
+ public:
+  /// Collective the first time. `purpose` tells apart what may be under way at the same time.
+  explicit Peers(const std::string& purpose);
+  ~Peers();
+
+  int64_t rank() const { return rank_; }
+  int64_t size() const { return size_; }
+
+  /// Each rank's bytes, by rank. Collective.
+  std::vector<std::string> all_gather(const std::string& mine) const;
+  /// What rank 0 has, on every rank. Collective.
+  std::string broadcast(const std::string& bytes) const;
+  /// received[r] = rank r's sent[this rank]: byte tensors whose sizes both sides know. Collective.
+  void exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const;
+
+  /// Calls `work`. If it threw on any rank, throws on every rank, saying `what` failed, on which rank and why.
+  /// Collective.
+  void together(const std::string& what, const std::function<void()>& work) const;
+
+ private:
+  int64_t rank_ = 0;
+  int64_t size_ = 1;
+  std::shared_ptr<World> world_;
+  Group group_;
+};
+
+}  // namespace tessera::checkpoint

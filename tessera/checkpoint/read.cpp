@@ -1,0 +1,313 @@
+#include <tessera/checkpoint/read.h>
+#include <tessera/checkpoint/torch_archive.h>
+#include <tessera/error.h>
+#include <tessera/sharded/boxes.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include <ATen/Functions.h>
+#include <c10/util/irange.h>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+/// What is read at once: it stays in the processor's cache between the system's copy, the checksum and ours.
+constexpr int64_t kWindow = 1 << 20;
+/// What a rank reads for others before they exchange it.
+constexpr int64_t kRound = 32 << 20;
+
+int64_t block_of(const ChunkFiles::Located& located) {
+  return located.chunk->checksums ? located.chunk->checksums->block : int64_t{1} << 16;
+}
+
+/// Calls `use(begin, end)` with windows of a read, at bounds of blocks.
+template <class Use>
+void for_each_window(const Read& read, int64_t block, const Use& use) {
+  const int64_t step = std::max(kWindow / block, int64_t{1}) * block;
+  for (int64_t begin = read.begin; begin < read.end; begin += step)
+    use(begin, std::min(begin + step, read.end));
+}
+
+/// The runs of a chunk's elements in boxes that share some with it.
+struct BoxRuns {
+  size_t box = 0;
+  Runs runs;
+};
+
+std::vector<BoxRuns> runs_of(const Chunk& chunk, c10::ArrayRef<const ChunkBox*> boxes) {
+  std::vector<BoxRuns> result;
+  for (const auto i : c10::irange(boxes.size())) {
+    const ChunkBox& box = *boxes[i];
+    if (sharded::intersect({chunk.offsets, chunk.sizes}, {box.offsets, box.sizes}))
+      result.push_back({i, Runs(chunk.offsets, chunk.sizes, box.offsets, box.sizes)});
+  }
+  return result;
+}
+
+/// The runs of one rank's boxes in the chunk that was asked for last.
+class RunsOfRank {
+ public:
+  const std::vector<BoxRuns>& of(const std::string& key, size_t index, const Chunk& chunk,
+                                 const std::vector<const ChunkBox*>& boxes) {
+    if (key != key_ || index != index_) {
+      runs_ = runs_of(chunk, boxes);
+      key_ = key;
+      index_ = index;
+    }
+    return runs_;
+  }
+
+ private:
+  std::string key_;
+  size_t index_ = static_cast<size_t>(-1);
+  std::vector<BoxRuns> runs_;
+};
+
+std::vector<const ChunkBox*> boxes_of(const std::vector<Destination>& destinations) {
+  std::vector<const ChunkBox*> boxes;
+  for (const Destination& destination : destinations) boxes.push_back(&destination.box);
+  return boxes;
+}
+
+std::vector<const ChunkBox*> boxes_of(const Description& description, const std::string& key) {
+  std::vector<const ChunkBox*> boxes;
+  for (const ChunkBox& box : description.at(key).boxes) boxes.push_back(&box);
+  return boxes;
+}
+
+char* memory_of(const Destination& destination) {
+  return static_cast<char*>(destination.memory.mutable_data_ptr());
+}
+
+/// Copies what lies in [begin, end) of the chunk into the boxes.
+void unpack(const char* data, int64_t begin, int64_t end, int64_t element_size,
+            const std::vector<BoxRuns>& runs, const std::vector<Destination>& destinations) {
+  for (const BoxRuns& box : runs) {
+    char* memory = memory_of(destinations[box.box]);
+    box.runs.for_each_in(begin / element_size, end / element_size, [&](const Runs::Run& run) {
+      std::memcpy(memory + run.in_b * element_size, data + (run.in_a * element_size - begin),
+                  static_cast<size_t>(run.length * element_size));
+    });
+  }
+}
+
+/// How many bytes of [begin, end) of the chunk lie in the boxes.
+int64_t shared_bytes(int64_t begin, int64_t end, int64_t element_size, const std::vector<BoxRuns>& runs) {
+  int64_t elements = 0;
+  for (const BoxRuns& box : runs)
+    box.runs.for_each_in(begin / element_size, end / element_size,
+                         [&](const Runs::Run& run) { elements += run.length; });
+  return elements * element_size;
+}
+
+/// If all of [begin, end) of the chunk lies in one box, in one run: where it belongs.
+char* direct_memory(int64_t begin, int64_t end, int64_t element_size, const std::vector<BoxRuns>& runs,
+                    const std::vector<Destination>& destinations) {
+  if (runs.size() != 1) return nullptr;
+  char* memory = nullptr;
+  runs[0].runs.for_each_in(begin / element_size, end / element_size, [&](const Runs::Run& run) {
+    if (run.length * element_size == end - begin)
+      memory = memory_of(destinations[runs[0].box]) + run.in_b * element_size;
+  });
+  return memory;
+}
+
+}  // namespace
+
+const ChunkFiles::Located& ChunkFiles::locate(const std::string& key, size_t index) {
+  const auto [known, is_new] = located_.try_emplace({key, index});
+  Located& located = known->second;
+  if (!is_new && located.file) return located;
+  const TensorEntry& tensor = this->tensor(key);
+  const Chunk& chunk = tensor.chunks[index];
+  auto open = files_.find(chunk.file);
+  if (open == files_.end()) {
+    const std::string path = path_in(checkpoint_.directory, chunk.file, "the chunk of tensor '" + key + "'");
+    open = files_.emplace(chunk.file, File::open(path)).first;
+  }
+  const File& file = open->second;
+  const int64_t size = file.size();
+  TESSERA_CHECK(chunk.offset + chunk.length <= size, file.path(), " has ", size, " bytes, but tensor '", key,
+                "' lies in it at bytes ", chunk.offset, " to ", chunk.offset + chunk.length,
+                ". The file was cut short or replaced.");
+  located.offset = chunk.offset;
+  if (chunk.container == Container::TorchZip) {
+    const ByteRange elements = find_torch_payload(file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes,
+                                                  "tensor '" + key + "' in " + file.path());
+    located.offset = elements.offset;
+    located.crc32 = elements.crc32;
+  }
+  located.tensor = &tensor;
+  located.chunk = &chunk;
+  located.key = key;
+  located.file = &file;
+  return located;
+}
+
+void ChunkFiles::read(const Located& located, int64_t begin, int64_t end, char* data, bool verify) {
+  located.file->read(located.offset + begin, data, static_cast<size_t>(end - begin));
+  if (!verify || !located.chunk->checksums) return;
+  const auto& [block, expected] = *located.chunk->checksums;
+  for (int64_t at = begin; at < end; at += block) {
+    const int64_t size = std::min(block, end - at);
+    const uint32_t found = crc32c(data + (at - begin), static_cast<size_t>(size));
+    TESSERA_CHECK(found == expected[at / block], located.file->path(), " is damaged: bytes ",
+                  located.offset + at, " to ", located.offset + at + size, ", which belong to tensor '",
+                  located.key, "', do not have the checksum that the index says. Load another checkpoint.");
+  }
+}
+
+bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter) {
+  Read all;
+  all.end = byte_count(chunk.chunk->sizes, chunk.tensor->dtype, chunk.key);
+  std::vector<char> buffer;
+  uint32_t crc32 = 0;
+  for_each_window(all, block_of(chunk), [&](int64_t begin, int64_t end) {
+    buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
+    ChunkFiles::read(chunk, begin, end, buffer.data(), /*verify=*/true);
+    if (chunk.crc32) crc32 = zip_crc32(buffer.data(), static_cast<size_t>(end - begin), crc32);
+    meter.add(end - begin);
+  });
+  TESSERA_CHECK(!chunk.crc32 || crc32 == *chunk.crc32, chunk.file->path(), " is damaged: the ", all.end,
+                " bytes of tensor '", chunk.key, "' at ", chunk.offset,
+                " do not have the checksum that the archive says.");
+  return chunk.crc32 || chunk.chunk->checksums;
+}
+
+void verify_reads(const LoadPlan& plan, int64_t rank, ChunkFiles& files, ProgressMeter& meter) {
+  std::vector<char> buffer;
+  for (const Read& read : plan.reads) {
+    if (read.reader != rank) continue;
+    const ChunkFiles::Located& located = files.locate(read.key, read.chunk);
+    if (!located.chunk->checksums) continue;
+    for_each_window(read, block_of(located), [&](int64_t begin, int64_t end) {
+      buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
+      ChunkFiles::read(located, begin, end, buffer.data(), /*verify=*/true);
+      meter.add(end - begin);
+    });
+  }
+}
+
+void read_own(const LoadPlan& plan, int64_t rank, ChunkFiles& files, const Destinations& destinations,
+              bool verify, ProgressMeter& meter) {
+  std::vector<char> buffer;
+  RunsOfRank runs_of_rank;
+  for (const Read& read : plan.reads) {
+    if (read.reader != rank || read.is_shared()) continue;
+    const ChunkFiles::Located& located = files.locate(read.key, read.chunk);
+    const auto element_size = static_cast<int64_t>(c10::elementSize(located.tensor->dtype));
+    const auto& mine = destinations.at(read.key);
+    const auto& runs = runs_of_rank.of(read.key, read.chunk, *located.chunk, boxes_of(mine));
+    for_each_window(read, block_of(located), [&](int64_t begin, int64_t end) {
+      if (char* memory = direct_memory(begin, end, element_size, runs, mine)) {
+        ChunkFiles::read(located, begin, end, memory, verify);
+      } else {
+        buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
+        ChunkFiles::read(located, begin, end, buffer.data(), verify);
+        unpack(buffer.data(), begin, end, element_size, runs, mine);
+      }
+      meter.add(end - begin);
+    });
+  }
+}
+
+void read_shared(const LoadPlan& plan, const std::vector<Description>& ranks, const Peers& peers,
+                 ChunkFiles& files, const Destinations& destinations, bool verify, ProgressMeter& meter) {
+  const int64_t rank = peers.rank();
+  std::vector<std::vector<const Read*>> rounds;
+  std::vector<int64_t> bytes_of_reader(ranks.size(), 0);
+  for (const Read& read : plan.reads) {
+    if (!read.is_shared()) continue;
+    const size_t round = static_cast<size_t>(bytes_of_reader[read.reader] / kRound);
+    bytes_of_reader[read.reader] += read.bytes();
+    if (rounds.size() <= round) rounds.resize(round + 1);
+    rounds[round].push_back(&read);
+  }
+
+  std::exception_ptr error;
+  std::vector<char> buffer;
+  std::vector<RunsOfRank> to(ranks.size()), from(ranks.size());
+  for (const auto& round : rounds) {
+    // Both sides go through the reads in the same order, so they agree on what lies where in a message.
+    std::vector<int64_t> send_bytes(ranks.size(), 0), receive_bytes(ranks.size(), 0);
+    for (const Read* read : round) {
+      const TensorEntry& tensor = files.tensor(read->key);
+      const Chunk& chunk = tensor.chunks[read->chunk];
+      const auto element_size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      for (const int64_t other : read->needed_by) {
+        if (read->reader == rank && other != rank)
+          send_bytes[other] +=
+              shared_bytes(read->begin, read->end, element_size,
+                           to[other].of(read->key, read->chunk, chunk, boxes_of(ranks[other], read->key)));
+        if (other == rank && read->reader != rank)
+          receive_bytes[read->reader] += shared_bytes(
+              read->begin, read->end, element_size,
+              from[read->reader].of(read->key, read->chunk, chunk, boxes_of(destinations.at(read->key))));
+      }
+    }
+    std::vector<at::Tensor> sent, received;
+    for (const auto other : c10::irange(ranks.size())) {
+      sent.push_back(at::empty({send_bytes[other]}, at::kByte));
+      received.push_back(at::empty({receive_bytes[other]}, at::kByte));
+    }
+
+    std::vector<int64_t> packed(ranks.size(), 0);
+    for (const Read* read : round) {
+      if (read->reader != rank || error) continue;
+      try {
+        const ChunkFiles::Located& located = files.locate(read->key, read->chunk);
+        const auto element_size = static_cast<int64_t>(c10::elementSize(located.tensor->dtype));
+        buffer.resize(std::max(buffer.size(), static_cast<size_t>(read->bytes())));
+        ChunkFiles::read(located, read->begin, read->end, buffer.data(), verify);
+        for (const int64_t other : read->needed_by) {
+          if (other == rank) {
+            const auto& mine = destinations.at(read->key);
+            unpack(buffer.data(), read->begin, read->end, element_size,
+                   from[rank].of(read->key, read->chunk, *located.chunk, boxes_of(mine)), mine);
+            continue;
+          }
+          char* message = static_cast<char*>(sent[other].mutable_data_ptr());
+          for (const BoxRuns& box :
+               to[other].of(read->key, read->chunk, *located.chunk, boxes_of(ranks[other], read->key))) {
+            box.runs.for_each_in(read->begin / element_size, read->end / element_size,
+                                 [&](const Runs::Run& run) {
+                                   const auto size = static_cast<size_t>(run.length * element_size);
+                                   std::memcpy(message + packed[other],
+                                               buffer.data() + (run.in_a * element_size - read->begin), size);
+                                   packed[other] += static_cast<int64_t>(size);
+                                 });
+          }
+        }
+        meter.add(read->bytes());
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    peers.exchange(received, sent);
+
+    std::vector<int64_t> unpacked(ranks.size(), 0);
+    for (const Read* read : round) {
+      if (read->reader == rank || !std::binary_search(read->needed_by.begin(), read->needed_by.end(), rank))
+        continue;
+      const TensorEntry& tensor = files.tensor(read->key);
+      const auto element_size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      const auto& mine = destinations.at(read->key);
+      const char* message = static_cast<const char*>(received[read->reader].const_data_ptr());
+      for (const BoxRuns& box :
+           from[read->reader].of(read->key, read->chunk, tensor.chunks[read->chunk], boxes_of(mine))) {
+        char* memory = memory_of(mine[box.box]);
+        box.runs.for_each_in(read->begin / element_size, read->end / element_size, [&](const Runs::Run& run) {
+          const auto size = static_cast<size_t>(run.length * element_size);
+          std::memcpy(memory + run.in_b * element_size, message + unpacked[read->reader], size);
+          unpacked[read->reader] += static_cast<int64_t>(size);
+        });
+      }
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,423 @@
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/dcp.h>
+#include <tessera/checkpoint/flatten.h>
+#include <tessera/checkpoint/local_boxes.h>
+#include <tessera/checkpoint/native.h>
+#include <tessera/checkpoint/open.h>
+#include <tessera/checkpoint/peers.h>
+#include <tessera/checkpoint/save_plan.h>
+#include <tessera/checkpoint/write.h>
+#include <tessera/comm/blocking.h>
+#include <tessera/dtensor/dtensor.h>
+#include <tessera/error.h>
+#include <tessera/sharded/bytes.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <future>
+#include <iostream>
+#include <mutex>
+#include <optional>
+
+#include <ATen/Functions.h>
+#include <c10/util/hash.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+/// What this rank has to do for one save.
+struct SaveJob {
+  std::string path;
+  SaveOptions options;
+  std::shared_ptr<const SavePlan> plan;
+  std::vector<ElementsToWrite> elements;
+
+  int64_t bytes() const {
+    int64_t sum = 0;
+    for (const ElementsToWrite& each : elements) sum += static_cast<int64_t>(each.elements.nbytes());
+    return sum;
+  }
+};
+
+/// The tensor with its partial values reduced. Collective on the tensor's mesh.
+at::Tensor reduced(const at::Tensor& tensor) {
+  if (!DTensor::is_dtensor(tensor)) return tensor;
+  const DTensor distributed(tensor);
+  if (!distributed.spec().has_partial()) return tensor;
+  Placements placements = distributed.placements();
+  for (Placement& placement : placements) {
+    if (placement.is_partial()) placement = Replicate();
+  }
+  return distributed.redistribute(placements);
+}
+
+/// This rank's last plan, which holds as long as no rank's description changes.
+struct LastPlan {
+  std::string description;
+  uint64_t id = 0;  // of the descriptions of all ranks
+  std::shared_ptr<const SavePlan> plan;
+  SavePlanCacheInfo info;
+};
+
+LastPlan& last_plan() {
+  thread_local LastPlan last;
+  return last;
+}
+
+/// Collective.
+std::shared_ptr<const SavePlan> make_plan(const Description& description, const Peers& peers) {
+  LastPlan& last = last_plan();
+  const std::string mine = to_bytes(description);
+  sharded::ByteWriter id;
+  id.put(mine == last.description ? last.id : uint64_t{0});
+  const auto ids = peers.all_gather(id.take());
+  const bool is_known =
+      last.plan && mine == last.description &&
+      std::all_of(ids.begin(), ids.end(), [&](const std::string& other) { return other == ids[0]; });
+  if (is_known) {
+    ++last.info.hits;
+    return last.plan;
+  }
+  ++last.info.misses;
+  const auto all = peers.all_gather(mine);
+  std::vector<Description> descriptions;
+  uint64_t hash = 0;
+  for (const std::string& bytes : all) {
+    descriptions.push_back(description_from_bytes(bytes));
+    hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
+  }
+  last.plan = std::make_shared<SavePlan>(plan_save(descriptions));
+  last.description = mine;
+  last.id = hash | 1;
+  return last.plan;
+}
+
+/// The part of a box that is to be written, as a view.
+at::Tensor part_of(const LocalBoxView& box, const ChunkBox& wanted) {
+  at::Tensor result = box.elements;
+  for (const auto dim : c10::irange(wanted.offsets.size()))
+    result =
+        result.narrow(static_cast<int64_t>(dim), wanted.offsets[dim] - box.offsets[dim], wanted.sizes[dim]);
+  return result;
+}
+
+/// Collective.
+SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptions& options,
+                const Peers& peers) {
+  const at::NoGradGuard no_grad;
+  TESSERA_CHECK_VALUE(!path.empty(), "The path of a checkpoint must not be empty.");
+  TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
+                      "keep_last must not be negative, and file_limit must be positive.");
+  SaveJob job{path, options, nullptr, {}};
+  Value values = state.values();
+  std::map<std::string, LocalTensor> local;
+  Description mine;
+  peers.together("Saving to " + path, [&] {
+    for (const auto& [key, leaf] : flatten(values)) {
+      LeafDescription& description = mine[key];
+      description.path = leaf.path;
+      description.is_tensor = leaf.value->is_tensor();
+      if (!description.is_tensor) {
+        description.value = value_to_json(*leaf.value);
+        continue;
+      }
+      LocalTensor& tensor = local[key] = local_boxes(key, reduced(leaf.value->tensor()));
+      description.shape = tensor.shape;
+      description.dtype = tensor.dtype;
+      for (const LocalBoxView& box : tensor.boxes)
+        description.boxes.push_back({box.offsets, box.elements.sizes().vec()});
+    }
+  });
+  job.plan = make_plan(mine, peers);
+  for (const Write& write : job.plan->writes[peers.rank()])
+    job.elements.push_back({write, part_of(local.at(write.key).boxes[write.source], write.box)});
+  return job;
+}
+
+/// The directory that a checkpoint is written into before it is published.
+std::string fresh_name(const std::string& path) { return beside(path, ".saving"); }
+
+/// Throws if something is at `path` that is not ours to remove.
+void check_replaceable(const std::string& path) {
+  if (!exists(path)) return;
+  TESSERA_CHECK(is_directory(path), path, " is a file. A checkpoint is a directory: choose another path.");
+  TESSERA_CHECK(
+      list_directory(path).empty() || find_format(path), path,
+      " is a directory that holds something else than a checkpoint. Choose another path, or remove it.");
+}
+
+/// What only rank 0 does: it holds the lock, makes the directory, and publishes it.
+class Publisher {
+ public:
+  explicit Publisher(std::string path) : path_(std::move(path)), fresh_(fresh_name(path_)) {}
+  /// What was not published goes.
+  ~Publisher() {
+    try {
+      if (lock_) remove_all(fresh_);
+    } catch (const std::exception& error) {
+      std::cerr << "tessera: " << error.what() << "\n";
+    }
+  }
+
+  void begin() {
+    std::filesystem::create_directories(parent_of(path_));
+    lock_ = DirectoryLock::try_take(path_);
+    TESSERA_CHECK(lock_, "Another save into ", path_, " is under way. Wait for it, or choose another path.");
+    check_replaceable(path_);
+    remove_all(fresh_);  // of a save that was killed
+    make_directory(fresh_);
+  }
+
+  void publish_now() {
+    sync_directory(fresh_);
+    publish(fresh_, path_);
+    remove_all(fresh_);  // what was there before
+    lock_.reset();
+  }
+
+ private:
+  const std::string path_;
+  const std::string fresh_;
+  std::optional<DirectoryLock> lock_;
+};
+
+void write_text(const std::string& path, const std::string& text) {
+  File file = File::create(path);
+  file.write(0, text.data(), text.size());
+  file.sync();
+  file.close();
+}
+
+/// The catalog with what all ranks have written.
+Catalog complete(const SavePlan& plan, const std::vector<std::string>& written) {
+  Catalog catalog = plan.catalog;
+  for (const std::string& bytes : written) {
+    for (WrittenChunk& each : written_from_bytes(bytes))
+      std::get<TensorEntry>(catalog.leaves.at(each.key).content).chunks.push_back(std::move(each.chunk));
+  }
+  check(catalog);
+  return catalog;
+}
+
+/// "step-100" and "step-7" are of one series, and have the numbers 100 and 7.
+std::pair<std::string, std::string> series_and_number(const std::string& name) {
+  const size_t end = name.find_last_of("0123456789");
+  if (end == std::string::npos) return {name, ""};
+  const size_t before = name.find_last_not_of("0123456789", end);
+  const size_t begin = before == std::string::npos ? 0 : before + 1;
+  std::string number = name.substr(begin, end + 1 - begin);
+  number.erase(0, std::min(number.find_first_not_of('0'), number.size() - 1));
+  return {name.substr(0, begin) + "#" + name.substr(end + 1), number};
+}
+
+bool less_number(const std::string& a, const std::string& b) {
+  return a.size() != b.size() ? a.size() < b.size() : a < b;
+}
+
+void remove_older(const std::string& path, int64_t keep_last) {
+  if (keep_last == 0) return;
+  const std::string directory = parent_of(path);
+  const auto [series, number] =
+      series_and_number(std::filesystem::path(path + "/").parent_path().filename().string());
+  if (number.empty()) return;
+  std::vector<std::pair<std::string, std::string>> others;  // number, path
+  for (const std::string& name : list_directory(directory)) {
+    const auto [other_series, other_number] = series_and_number(name);
+    const std::string other = directory + "/" + name;
+    if (other_series == series && is_directory(other) && find_format(other))
+      others.emplace_back(other_number, other);
+  }
+  std::sort(others.begin(), others.end(),
+            [](const auto& a, const auto& b) { return less_number(b.first, a.first); });
+  for (size_t i = static_cast<size_t>(keep_last); i < others.size(); ++i) {
+    // Out of sight first, so that nobody finds it half removed.
+    const std::string gone = fresh_name(others[i].second);
+    remove_all(gone);
+    publish(others[i].second, gone);
+    remove_all(gone);
+  }
+}
+
+/// Writes and publishes. Collective.
+void execute(const SaveJob& job, const Peers& peers) {
+  const bool is_first = peers.rank() == 0;
+  const std::string what = "Saving to " + job.path;
+  const std::string fresh = fresh_name(job.path);
+  Publisher publisher(job.path);
+  std::optional<HuggingFaceFiles> files;
+  peers.together(what, [&] {
+    if (is_first) publisher.begin();
+    if (job.options.format == Format::HuggingFace) {
+      files.emplace(fresh, job.plan->catalog, job.options.file_limit);
+      if (is_first) files->create();
+    }
+  });
+
+  std::vector<WrittenChunk> written;
+  std::map<std::string, ArchiveLocation> values;
+  peers.together(what, [&] {
+    ProgressMeter meter("saving", job.bytes(), job.options.progress, is_first);
+    switch (job.options.format) {
+      case Format::Tessera:
+        written = write_native_files(fresh, peers.rank(), job.elements, meter);
+        break;
+      case Format::HuggingFace:
+        files->write(job.elements, meter);
+        break;
+      case Format::DCP:
+        written = write_dcp_file(fresh, peers.rank(), job.plan->catalog, job.elements, values, meter);
+        break;
+    }
+    meter.finish();
+  });
+
+  const auto all_written = peers.all_gather(to_bytes(written));
+  peers.together(what, [&] {
+    if (!is_first) return;
+    if (job.options.format == Format::HuggingFace) {
+      files->finish();
+    } else {
+      const Catalog catalog = complete(*job.plan, all_written);
+      const bool is_dcp = job.options.format == Format::DCP;
+      write_text(fresh + "/" + (is_dcp ? kDCPMetadataFile : kIndexFile),
+                 is_dcp ? write_dcp_metadata(catalog, values) : write_index(catalog));
+    }
+    publisher.publish_now();
+    remove_older(job.path, job.options.keep_last);
+  });
+}
+
+/// Memory for copies of what is to be saved: kept from one save to the next, as new memory costs more than the copy.
+class SnapshotMemory {
+ public:
+  static SnapshotMemory& instance() {
+    static SnapshotMemory memory;
+    return memory;
+  }
+
+  at::Tensor take(int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (auto free = free_.begin(); free != free_.end(); ++free) {
+      if (free->numel() < bytes) continue;
+      at::Tensor found = *free;
+      free_.erase(free);
+      return found;
+    }
+    free_.clear();  // all too small
+    return at::empty({bytes}, at::kByte);
+  }
+
+  void give_back(at::Tensor memory) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(memory));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> free_;
+};
+
+constexpr int64_t kSnapshotAlignment = 64;
+
+int64_t aligned(int64_t bytes) {
+  return (bytes + kSnapshotAlignment - 1) / kSnapshotAlignment * kSnapshotAlignment;
+}
+
+/// Makes the job's elements copies, in `memory`.
+void take_snapshot(SaveJob& job, at::Tensor& memory) {
+  const at::NoGradGuard no_grad;
+  int64_t total = 0;
+  for (const ElementsToWrite& each : job.elements)
+    total += aligned(static_cast<int64_t>(each.elements.nbytes()));
+  memory = SnapshotMemory::instance().take(total);
+  int64_t position = 0;
+  for (ElementsToWrite& each : job.elements) {
+    const auto bytes = static_cast<int64_t>(each.elements.nbytes());
+    at::Tensor copy = at::empty({0}, each.elements.options().device(at::kCPU));
+    copy.set_(memory.storage(), position / static_cast<int64_t>(each.elements.element_size()),
+              each.elements.sizes());
+    copy.copy_(each.elements);
+    each.elements = copy;
+    position += aligned(bytes);
+  }
+}
+
+}  // namespace
+
+void save(const StateDict& state, const std::string& path, const SaveOptions& options) {
+  const Peers peers("checkpoint");
+  execute(prepare(state, path, options, peers), peers);
+}
+
+std::string latest(const std::string& directory) {
+  std::string best, best_number;
+  if (!is_directory(directory)) return best;
+  for (const std::string& name : list_directory(directory)) {
+    const std::string number = series_and_number(name).second;
+    const std::string path = directory + "/" + name;
+    if (number.empty() || name.front() == '.' || !is_directory(path) || !find_format(path)) continue;
+    if (best.empty() || less_number(best_number, number)) {
+      best = path;
+      best_number = number;
+    }
+  }
+  return best;
+}
+
+SavePlanCacheInfo save_plan_cache_info() { return last_plan().info; }
+
+struct PendingSave::State {
+  std::shared_future<void> result;
+  bool is_asked = false;
+};
+
+PendingSave::PendingSave(std::shared_ptr<State> state) : state_(std::move(state)) {}
+PendingSave::PendingSave(PendingSave&&) noexcept = default;
+PendingSave& PendingSave::operator=(PendingSave&&) noexcept = default;
+
+PendingSave::~PendingSave() {
+  if (!state_ || state_->is_asked) return;
+  try {
+    wait();
+  } catch (const std::exception& error) {
+    std::cerr << "tessera: a checkpoint that was saved in the background is lost: " << error.what() << "\n";
+  }
+}
+
+void PendingSave::wait() {
+  TESSERA_CHECK(state_, "This save was moved from.");
+  state_->is_asked = true;
+  const Blocking blocking;
+  state_->result.get();
+}
+
+bool PendingSave::is_done() const {
+  return !state_ || state_->result.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+PendingSave async_save(const StateDict& state, const std::string& path, const SaveOptions& options) {
+  thread_local std::shared_future<void> last;
+  if (last.valid()) {
+    const Blocking blocking;
+    last.wait();
+  }
+  SaveJob job = prepare(state, path, options, Peers("checkpoint"));
+  at::Tensor memory;
+  take_snapshot(job, memory);
+  const std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
+  last = std::async(std::launch::async, [job = std::move(job), memory, world,
+                                         peers = Peers("checkpoint in the background")] {
+           std::optional<WorldScope> scope;
+           if (world) scope.emplace(world);
+           execute(job, peers);
+           SnapshotMemory::instance().give_back(memory);
+         }).share();
+  auto pending = std::make_shared<PendingSave::State>();
+  pending->result = last;
+  return PendingSave(std::move(pending));
+}
+
+}  // namespace tessera::checkpoint

@@ -77,6 +77,7 @@ bool is_utf8(std::string_view text) {
 /// What people call an object that a pickle makes by calling `name`.
 std::string type_made_by(std::string_view module, std::string_view name) {
   if (module.starts_with("numpy.") && name == "_reconstruct") return "numpy.ndarray";
+  if (module.starts_with("numpy.") && name == "scalar") return "numpy.number";
   if (module == "torch._utils" && name.starts_with("_rebuild_")) {
     return "torch.Tensor in a place where no tensor is read (a tuple, another object)";
   }
@@ -108,7 +109,7 @@ class Parser {
  private:
   template <typename... Args>
   void check(bool condition, const Args&... text) const {
-    TESSERA_CHECK(condition, pickle_.what_, " ", text..., " (byte ", opcode_, ").");
+    TESSERA_CHECK(condition, pickle_.what_, " ", text..., " (byte ", opcode_, " of the pickle).");
   }
 
   std::string_view take_bytes(uint64_t size) {

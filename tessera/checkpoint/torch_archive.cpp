@@ -4,6 +4,7 @@
 #include <tessera/error.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <isa-l/crc.h>
@@ -20,31 +21,33 @@ struct TorchDtype {
   std::string_view storage;  // the storage's class; empty if tensors of it have an untyped one
 };
 
-using enum c10::ScalarType;
-constexpr TorchDtype kTorchDtypes[] = {
-    {Double, "torch.float64", "torch.DoubleStorage"},
-    {Float, "torch.float32", "torch.FloatStorage"},
-    {Half, "torch.float16", "torch.HalfStorage"},
-    {BFloat16, "torch.bfloat16", "torch.BFloat16Storage"},
-    {Long, "torch.int64", "torch.LongStorage"},
-    {Int, "torch.int32", "torch.IntStorage"},
-    {Short, "torch.int16", "torch.ShortStorage"},
-    {Char, "torch.int8", "torch.CharStorage"},
-    {Byte, "torch.uint8", "torch.ByteStorage"},
-    {Bool, "torch.bool", "torch.BoolStorage"},
-    {ComplexDouble, "torch.complex128", "torch.ComplexDoubleStorage"},
-    {ComplexFloat, "torch.complex64", "torch.ComplexFloatStorage"},
-    {ComplexHalf, "torch.complex32", ""},
-    {UInt16, "torch.uint16", ""},
-    {UInt32, "torch.uint32", ""},
-    {UInt64, "torch.uint64", ""},
-    {Float8_e5m2, "torch.float8_e5m2", ""},
-    {Float8_e4m3fn, "torch.float8_e4m3fn", ""},
-    {Float8_e5m2fnuz, "torch.float8_e5m2fnuz", ""},
-    {Float8_e4m3fnuz, "torch.float8_e4m3fnuz", ""},
-    {Float8_e8m0fnu, "torch.float8_e8m0fnu", ""},
-    {Float4_e2m1fn_x2, "torch.float4_e2m1fn_x2", ""},
-};
+constexpr auto kTorchDtypes = [] {
+  using enum c10::ScalarType;
+  return std::to_array<TorchDtype>({
+      {Double, "torch.float64", "torch.DoubleStorage"},
+      {Float, "torch.float32", "torch.FloatStorage"},
+      {Half, "torch.float16", "torch.HalfStorage"},
+      {BFloat16, "torch.bfloat16", "torch.BFloat16Storage"},
+      {Long, "torch.int64", "torch.LongStorage"},
+      {Int, "torch.int32", "torch.IntStorage"},
+      {Short, "torch.int16", "torch.ShortStorage"},
+      {Char, "torch.int8", "torch.CharStorage"},
+      {Byte, "torch.uint8", "torch.ByteStorage"},
+      {Bool, "torch.bool", "torch.BoolStorage"},
+      {ComplexDouble, "torch.complex128", "torch.ComplexDoubleStorage"},
+      {ComplexFloat, "torch.complex64", "torch.ComplexFloatStorage"},
+      {ComplexHalf, "torch.complex32", ""},
+      {UInt16, "torch.uint16", ""},
+      {UInt32, "torch.uint32", ""},
+      {UInt64, "torch.uint64", ""},
+      {Float8_e5m2, "torch.float8_e5m2", ""},
+      {Float8_e4m3fn, "torch.float8_e4m3fn", ""},
+      {Float8_e5m2fnuz, "torch.float8_e5m2fnuz", ""},
+      {Float8_e4m3fnuz, "torch.float8_e4m3fnuz", ""},
+      {Float8_e8m0fnu, "torch.float8_e8m0fnu", ""},
+      {Float4_e2m1fn_x2, "torch.float4_e2m1fn_x2", ""},
+  });
+}();
 constexpr std::string_view kTorchPrefix = "torch.";
 constexpr std::string_view kUntypedStorage = "torch.storage.UntypedStorage";
 constexpr std::string_view kRebuildTyped = "torch._utils._rebuild_tensor_v2";
@@ -290,7 +293,7 @@ std::vector<int64_t> pickled_integers(const pickle::Pickle& pickle, const pickle
 struct SavedTensor {
   std::string storage;  // its key
   int64_t storage_bytes = 0;
-  c10::ScalarType dtype = Float;
+  c10::ScalarType dtype = c10::ScalarType::Float;
   int64_t offset = 0;  // in elements
   std::vector<int64_t> sizes, strides;
 };
@@ -323,10 +326,10 @@ SavedTensor parse_saved_tensor(const pickle::Pickle& pickle) {
   }
   tensor.storage = pickle.text(*storage[2], "the storage's key");
   const std::string_view name = pickle.name(typed ? *storage[1] : *arguments[6]);
-  const auto* known = std::find_if(std::begin(kTorchDtypes), std::end(kTorchDtypes), [&](const auto& entry) {
+  const auto known = std::find_if(kTorchDtypes.begin(), kTorchDtypes.end(), [&](const auto& entry) {
     return !name.empty() && name == (typed ? entry.storage : entry.name);
   });
-  if (known == std::end(kTorchDtypes) || (!typed && pickle.name(*storage[1]) != kUntypedStorage)) {
+  if (known == kTorchDtypes.end() || (!typed && pickle.name(*storage[1]) != kUntypedStorage)) {
     pickle.fail(reference, "the tensor is of an unknown dtype");
   }
   tensor.dtype = known->dtype;
@@ -355,7 +358,7 @@ constexpr int64_t kTensorPickleLimit = 1 << 20;
 ByteRange find_payload(const ArchiveReader& archive, c10::ScalarType dtype, c10::ArrayRef<int64_t> sizes) {
   archive.check_byte_order();
   const std::string bytes = archive.content(archive.need("data.pkl"), kTensorPickleLimit);
-  const SavedTensor tensor = parse_saved_tensor({bytes, tensor_dialect(), archive.what() + ", in data.pkl"});
+  const SavedTensor tensor = parse_saved_tensor({bytes, tensor_dialect(), archive.what()});
   archive.check(tensor.dtype == dtype, "holds a tensor of dtype ", torch_dtype_name(tensor.dtype),
                 ", but should hold one of ", torch_dtype_name(dtype));
   archive.check(sizes.equals(tensor.sizes), "holds a tensor of shape [", c10::Join(", ", tensor.sizes),
@@ -594,7 +597,7 @@ ByteRange find_torch_payload(std::string_view archive, c10::ScalarType dtype, c1
 Value read_torch_value(std::string_view archive, const std::string& what) {
   const ArchiveReader reader(reader_of(archive), static_cast<int64_t>(archive.size()), what);
   const std::string bytes = reader.content(reader.need("data.pkl"), std::numeric_limits<int64_t>::max());
-  return pickle::to_value({bytes, pickle::value_dialect(), what + ", in data.pkl,"});
+  return pickle::to_value({bytes, pickle::value_dialect(), what});
 }
 
 TorchArchive make_torch_archive(c10::ScalarType dtype, c10::ArrayRef<int64_t> sizes, int64_t length,

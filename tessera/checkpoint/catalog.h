@@ -53,13 +53,21 @@ struct TensorEntry {
 using PathStep = std::variant<std::string, int64_t>;
 using Path = std::vector<PathStep>;
 
+/// What is in the checkpoint, but cannot be read: an object of Python, say. It is an error to load it, and none to leave
+/// it out.
+struct Unreadable {
+  std::string reason;
+  bool operator==(const Unreadable&) const = default;
+};
+
 /// What is at the end of a path: a tensor, or a value without tensors.
 struct Leaf {
   Path path;
-  std::variant<TensorEntry, Value> content;
+  std::variant<TensorEntry, Value, Unreadable> content;
 
   const TensorEntry* tensor() const { return std::get_if<TensorEntry>(&content); }
   const Value* value() const { return std::get_if<Value>(&content); }
+  const Unreadable* unreadable() const { return std::get_if<Unreadable>(&content); }
 };
 
 struct Catalog {

@@ -63,11 +63,10 @@ std::string to_bytes(const Catalog& catalog) {
     out.put(std::string_view(key));
     put_path(out, leaf.path);
     const TensorEntry* tensor = leaf.tensor();
-    out.put(static_cast<uint8_t>(tensor != nullptr));
-    if (!tensor) {
-      out.put(std::string_view(value_to_json(*leaf.value())));
-      continue;
-    }
+    out.put(static_cast<uint8_t>(leaf.content.index()));
+    if (const Value* value = leaf.value()) out.put(std::string_view(value_to_json(*value)));
+    if (const Unreadable* unreadable = leaf.unreadable()) out.put(std::string_view(unreadable->reason));
+    if (!tensor) continue;
     out.put_list(tensor->shape);
     out.put(static_cast<int8_t>(tensor->dtype));
     out.put(static_cast<int64_t>(tensor->chunks.size()));
@@ -84,10 +83,10 @@ Catalog catalog_from_bytes(std::string_view bytes) {
     const std::string key(in.get_text());
     Leaf& leaf = catalog.leaves[key];
     leaf.path = get_path(in);
-    if (!in.get<uint8_t>()) {
-      leaf.content = value_from_json(in.get_text(), "'" + key + "'");
-      continue;
-    }
+    const auto content = in.get<uint8_t>();
+    if (content == 1) leaf.content = value_from_json(in.get_text(), "'" + key + "'");
+    if (content == 2) leaf.content = Unreadable{std::string(in.get_text())};
+    if (content != 0) continue;
     TensorEntry tensor;
     tensor.shape = in.get_list();
     tensor.dtype = static_cast<c10::ScalarType>(in.get<int8_t>());

@@ -546,7 +546,7 @@ Catalog read_dcp(const std::string& directory) {
   struct Item {
     ArchiveLocation place;
     const std::string* key;
-    Value* value;  // nullptr for a chunk of a tensor
+    Leaf* value;  // nullptr for a chunk of a tensor
   };
   std::vector<Item> items;
   for (auto& [key, leaf] : metadata.catalog.leaves) {
@@ -555,7 +555,7 @@ Catalog read_dcp(const std::string& directory) {
         items.push_back({{chunk.file, chunk.offset, chunk.length}, &key, nullptr});
       }
     } else {
-      items.push_back({metadata.values.at(key), &key, &std::get<Value>(leaf.content)});
+      items.push_back({metadata.values.at(key), &key, &leaf});
     }
   }
   std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
@@ -567,8 +567,13 @@ Catalog read_dcp(const std::string& directory) {
     if (item.value == nullptr) continue;
     std::string archive(static_cast<size_t>(item.place.length), '\0');
     file.read(item.place.offset, archive.data(), archive.size());
-    *item.value = read_torch_value(
-        archive, c10::str("The value '", *item.key, "' at byte ", item.place.offset, " of ", file.path()));
+    const std::string what =
+        c10::str("The value '", *item.key, "' at byte ", item.place.offset, " of ", file.path());
+    try {
+      item.value->content = read_torch_value(archive, what);
+    } catch (const c10::TypeError& error) {
+      item.value->content = Unreadable{error.what_without_backtrace()};
+    }
   }
   metadata.catalog.format = Format::DCP;
   return std::move(metadata.catalog);

@@ -15,7 +15,8 @@ namespace tessera::checkpoint {
 inline constexpr const char* kDCPMetadataFile = ".metadata";
 
 /// Of a directory. Objects that are no tensors are read too, if they are made of None, bool, int, float, str,
-/// bytes, list, tuple and dict; of others an error says what Python type they are of. Nothing is executed.
+/// bytes, list, tuple and dict; others are unreadable, with
+/// the Python type as the reason. Nothing is executed.
 Catalog read_dcp(const std::string& directory);
 
 /// The bytes of `.metadata`. Chunks say file, offset and length of their archives (Container::TorchZip); `values`

@@ -43,7 +43,8 @@ CheckpointInfo inspect(const std::string& path) {
   for (const auto& [key, leaf] : checkpoint.catalog.leaves) {
     const TensorEntry* tensor = leaf.tensor();
     if (!tensor) {
-      info.values.push_back({key, *leaf.value()});
+      info.values.push_back(
+          {key, leaf.value() ? *leaf.value() : Value("unreadable: " + leaf.unreadable()->reason)});
       continue;
     }
     TensorInfo& each = info.tensors.emplace_back();

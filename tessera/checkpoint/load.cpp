@@ -115,7 +115,7 @@ struct Differences {
       text += c10::str("\n  ", what, ":");
       for (const std::string& item : items) text += "\n    " + item;
     };
-    add("of another shape or dtype", mismatches);
+    add("of another shape, dtype or kind", mismatches);
     if (strict) {
       add("missing in the checkpoint", report.missing);
       add("only in the checkpoint", report.unexpected);
@@ -137,7 +137,9 @@ Differences compare(const Catalog& catalog, const std::vector<Description>& rank
       }
       const TensorEntry* tensor = found->second.tensor();
       const TensorEntry mine{leaf.shape, leaf.dtype, {}};
-      if ((tensor != nullptr) != leaf.is_tensor) {
+      if (const Unreadable* unreadable = found->second.unreadable()) {
+        mismatches.insert(c10::str(key, ": ", unreadable->reason));
+      } else if ((tensor != nullptr) != leaf.is_tensor) {
         mismatches.insert(c10::str(key, ": ", tensor ? "a tensor" : "no tensor", " in the checkpoint, but ",
                                    leaf.is_tensor ? "a tensor" : "none", " in the state dict"));
       } else if (tensor && (tensor->shape != leaf.shape || tensor->dtype != leaf.dtype)) {
@@ -276,6 +278,10 @@ Value load(const std::string& path, const LoadOptions& options) {
     for (const auto& [key, leaf] : catalog.leaves) leaves.push_back(&leaf);
     std::sort(leaves.begin(), leaves.end(), [](const Leaf* a, const Leaf* b) { return a->path < b->path; });
     for (const Leaf* leaf : leaves) {
+      if (const Unreadable* unreadable = leaf->unreadable()) {
+        TESSERA_CHECK(!options.strict, unreadable->reason, "\nWith strict = false, it is left out.");
+        continue;
+      }
       const TensorEntry* tensor = leaf->tensor();
       insert(state.values(), leaf->path,
              tensor ? Value(at::empty(tensor->shape, tensor->dtype)) : *leaf->value());

@@ -112,6 +112,12 @@ class Parser {
     TESSERA_CHECK(condition, pickle_.what_, " ", text..., " (byte ", opcode_, " of the pickle).");
   }
 
+  /// A type of Python that is none of ours: no damage.
+  [[noreturn]] void refuse_type(const std::string& type) const {
+    TESSERA_CHECK_AS(c10::TypeError, false, pickle_.what_, " holds a Python object of type ", type, "; only ",
+                     dialect_.only, " are read (byte ", opcode_, " of the pickle).");
+  }
+
   std::string_view take_bytes(uint64_t size) {
     check(size <= bytes_.size() - position_, "ends in the middle of a value");
     const std::string_view taken = bytes_.substr(position_, size);
@@ -198,8 +204,7 @@ class Parser {
       }
     }
     check(is_utf8(module) && is_utf8(name), "holds a name that is not valid UTF-8");
-    check(false, "holds a Python object of type ", type_made_by(module, name), "; only ", dialect_.only,
-          " are read");
+    refuse_type(type_made_by(module, name));
   }
 
   void push_stack_name() {
@@ -405,8 +410,7 @@ class Parser {
 
       case 0x8f:  // EMPTY_SET
       case 0x91:  // FROZENSET
-        check(false, "holds a Python object of type set; only ", dialect_.only, " are read");
-        return true;
+        refuse_type("set");
       default:
         check(false, "has the opcode ", static_cast<int>(opcode), ", which is not read");
         return true;

@@ -139,6 +139,11 @@ const ChunkFiles::Located& ChunkFiles::locate(const std::string& key, size_t ind
                                                   "tensor '" + key + "' in " + file.path());
     located.offset = elements.offset;
     located.crc32 = elements.crc32;
+    located.strides = elements.strides;
+    if (!located.strides.empty()) {
+      if (!in_order_) in_order_ = std::make_shared<RowMajor>();
+      located.in_order = in_order_;
+    }
   }
   located.tensor = &tensor;
   located.chunk = &chunk;
@@ -147,7 +152,40 @@ const ChunkFiles::Located& ChunkFiles::locate(const std::string& key, size_t ind
   return located;
 }
 
+struct ChunkFiles::RowMajor {
+  const Located* chunk = nullptr;
+  at::Tensor elements;
+};
+
+namespace {
+
+[[noreturn]] void fail_checksum_of_archive(const ChunkFiles::Located& chunk) {
+  TESSERA_CHECK(false, chunk.file->path(), " is damaged: the elements of tensor '", chunk.key, "' at byte ",
+                chunk.offset, " do not have the checksum that their archive says. Load another checkpoint.");
+}
+
+/// The elements of a chunk that lie in another order in its file.
+at::Tensor read_in_order(const ChunkFiles::Located& chunk) {
+  const at::TensorOptions options(chunk.tensor->dtype);
+  const at::Tensor stored = at::empty_strided(chunk.chunk->sizes, chunk.strides, options);
+  chunk.file->read(chunk.offset, stored.mutable_data_ptr(), stored.nbytes());
+  if (chunk.crc32 && zip_crc32(stored.const_data_ptr(), stored.nbytes()) != *chunk.crc32)
+    fail_checksum_of_archive(chunk);
+  return stored.contiguous();
+}
+
+}  // namespace
+
 void ChunkFiles::read(const Located& located, int64_t begin, int64_t end, char* data, bool verify) {
+  if (located.in_order) {
+    if (located.in_order->chunk != &located) {
+      located.in_order->elements = read_in_order(located);
+      located.in_order->chunk = &located;
+    }
+    std::memcpy(data, static_cast<const char*>(located.in_order->elements.const_data_ptr()) + begin,
+                static_cast<size_t>(end - begin));
+    return;
+  }
   located.file->read(located.offset + begin, data, static_cast<size_t>(end - begin));
   if (!verify || !located.chunk->checksums) return;
   const auto& [block, expected] = *located.chunk->checksums;
@@ -162,7 +200,7 @@ void ChunkFiles::read(const Located& located, int64_t begin, int64_t end, char* 
 
 ArchiveCheck::ArchiveCheck(const ChunkFiles::Located& chunk, const Read& read, bool verify)
     : chunk_(chunk),
-      is_needed_(verify && chunk.crc32 && read.begin == 0 &&
+      is_needed_(verify && chunk.crc32 && !chunk.in_order && read.begin == 0 &&
                  read.end == byte_count(chunk.chunk->sizes, chunk.tensor->dtype, chunk.key)) {}
 
 void ArchiveCheck::add(const char* data, int64_t size) {
@@ -170,9 +208,7 @@ void ArchiveCheck::add(const char* data, int64_t size) {
 }
 
 void ArchiveCheck::finish() const {
-  TESSERA_CHECK(!is_needed_ || crc32_ == *chunk_.crc32, chunk_.file->path(),
-                " is damaged: the elements of tensor '", chunk_.key, "' at byte ", chunk_.offset,
-                " do not have the checksum that their archive says. Load another checkpoint.");
+  if (is_needed_ && crc32_ != *chunk_.crc32) fail_checksum_of_archive(chunk_);
 }
 
 bool verify_chunk(const ChunkFiles::Located& chunk, ProgressMeter& meter) {

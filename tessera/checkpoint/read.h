@@ -8,6 +8,7 @@
 #include <tessera/checkpoint/runs.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -22,6 +23,9 @@ class ChunkFiles {
  public:
   explicit ChunkFiles(const OpenCheckpoint& checkpoint) : checkpoint_(checkpoint) {}
 
+  /// The elements of one chunk, in row-major order.
+  struct RowMajor;
+
   /// A chunk whose elements were found in its file.
   struct Located {
     const File* file = nullptr;
@@ -30,6 +34,10 @@ class ChunkFiles {
     const Chunk* chunk = nullptr;
     std::string key;
     std::optional<uint32_t> crc32;  // of all elements, where the container has one
+    /// How the elements lie in the file, if not in row-major order. They are then put in order when they are first
+    /// read, and kept until another such chunk is.
+    std::vector<int64_t> strides;
+    std::shared_ptr<RowMajor> in_order;
   };
   /// Throws if the file ends before the chunk does.
   const Located& locate(const std::string& key, size_t chunk);
@@ -46,6 +54,7 @@ class ChunkFiles {
   const OpenCheckpoint& checkpoint_;
   std::map<std::string, File> files_;
   std::map<std::pair<std::string, size_t>, Located> located_;
+  std::shared_ptr<RowMajor> in_order_;
 };
 
 /// Compares the checksum that an archive has of all of a chunk's elements, if they are read from the first to the last.

@@ -9,6 +9,7 @@
 #include <functional>
 #include <isa-l/crc.h>
 #include <limits>
+#include <numeric>
 #include <unordered_map>
 
 namespace tessera::checkpoint {
@@ -344,13 +345,32 @@ SavedTensor parse_saved_tensor(const pickle::Pickle& pickle) {
   return tensor;
 }
 
-bool is_row_major(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides) {
+/// Whether the elements lie without gaps, with the dims from the outermost to the innermost in this order.
+bool is_dense_in(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides,
+                 const std::vector<size_t>& order) {
   int64_t expected = 1;
-  for (size_t dim = sizes.size(); dim > 0; --dim) {
-    if (sizes[dim - 1] != 1 && strides[dim - 1] != expected) return false;
-    expected *= sizes[dim - 1];
+  for (size_t i = order.size(); i > 0; --i) {
+    const size_t dim = order[i - 1];
+    if (sizes[dim] != 1 && strides[dim] != expected) return false;
+    expected *= sizes[dim];
   }
   return true;
+}
+
+std::vector<size_t> dims_in_order(size_t count) {
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), size_t{0});
+  return order;
+}
+
+bool is_row_major(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides) {
+  return is_dense_in(sizes, strides, dims_in_order(sizes.size()));
+}
+
+bool is_dense(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> strides) {
+  std::vector<size_t> order = dims_in_order(sizes.size());
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] > strides[b]; });
+  return is_dense_in(sizes, strides, order);
 }
 
 constexpr int64_t kTensorPickleLimit = 1 << 20;
@@ -370,9 +390,9 @@ ByteRange find_payload(const ArchiveReader& archive, c10::ScalarType dtype, c10:
                 "', but its ", "pickle says ", tensor.storage_bytes);
   const int64_t begin = archive.begin(entry);
   if (length == 0) return {begin, 0, std::nullopt};
-  archive.check(tensor.strides.size() == sizes.size() && is_row_major(sizes, tensor.strides),
-                "holds a tensor that is not contiguous: its strides are [", c10::Join(", ", tensor.strides),
-                "]; save tensor.contiguous() instead");
+  archive.check(tensor.strides.size() == sizes.size() && is_dense(sizes, tensor.strides),
+                "holds a tensor with gaps or repeated elements: its strides are [",
+                c10::Join(", ", tensor.strides), "]; save tensor.contiguous() instead");
   int64_t skipped = 0;
   archive.check(
       tensor.offset >= 0 &&
@@ -382,6 +402,7 @@ ByteRange find_payload(const ArchiveReader& archive, c10::ScalarType dtype, c10:
   ByteRange range{begin + skipped, length, std::nullopt};
   // Without checksums, torch writes 0.
   if (length == entry.size && entry.crc32 != 0) range.crc32 = entry.crc32;
+  if (!is_row_major(sizes, tensor.strides)) range.strides = tensor.strides;
   return range;
 }
 

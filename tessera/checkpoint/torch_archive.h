@@ -22,9 +22,11 @@ struct ByteRange {
   int64_t length = 0;
   /// The zip's checksum of them, if it says one: not for a part of a storage, nor if the writer computed none.
   std::optional<uint32_t> crc32;
+  /// How the elements lie there, if not in row-major order: dense, with the dims in another order.
+  std::vector<int64_t> strides = {};
 };
 /// Of the archive that `offset` and `length` say. Reads the first and the last bytes of it, not the elements.
-/// Throws unless it holds one contiguous tensor of that dtype and shape; `what` names it in errors.
+/// Throws unless it holds one dense tensor of that dtype and shape; `what` names it in errors.
 ByteRange find_torch_payload(const File& file, int64_t offset, int64_t length, c10::ScalarType dtype,
                              c10::ArrayRef<int64_t> sizes, const std::string& what);
 /// The same of an archive in memory; the offset is in it.

@@ -832,7 +832,7 @@ TEST(FromGroup, RefusesWhatDoesNotFit) {
   EXPECT_THAT(make(foreign_group(1, 2), {6, 7}), HasSubstr("Rank 5 is not among the ranks of mesh(dp=2)"));
 }
 
-TEST(FromGroups, UsesTheGroupsGivenHoweverItIsCut) {
+TEST(FromGroups, UsesTheGroupsGivenHoweverItIsSliced) {
   const auto world = fake_world(4, 6);
   const at::Tensor ranks = at::arange(6).reshape({2, 3});
   const Group dp = foreign_group(1, 2);

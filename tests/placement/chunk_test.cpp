@@ -109,7 +109,7 @@ TEST(Pieces, ContractExamples) {
 }
 
 // The way any two splits follow each other on one dim.
-TEST(Pieces, TwoCutsAreThoseOfTorch) {
+TEST(Pieces, TwoSplitsAreThoseOfTorch) {
   int64_t cases = 0;
   for (int64_t size = 0; size <= 20; ++size) {
     const at::Tensor all = at::arange(size, at::kLong);

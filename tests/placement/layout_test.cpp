@@ -172,7 +172,7 @@ TEST(Layout, ShardsTileTheTensor) {
   EXPECT_EQ(cases, 9 * (6 * 2 * (1 + 2 + 3 + 4) + 36 * 3 * (4 + 6) + 216 * 7 * 8));
 }
 
-TEST(GlobalShape, IfEvenIsTheInverseOfEvenCuts) {
+TEST(GlobalShape, IfEvenIsTheInverseOfEvenShards) {
   EXPECT_EQ(global_shape_if_even({2, 3}, {2, 4}, {Shard(0), Shard(0)}), (DimVector{16, 3}));
   const DimVector shape = {24, 36};
   int64_t cases = 0;

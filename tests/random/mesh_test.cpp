@@ -449,7 +449,7 @@ TEST(Random, GeneratorsOfLibtorch) {
   }
 }
 
-TEST(Random, PartialIsWhatWasDrawnOnTheWhole) {
+TEST(Random, PartialIsWhatWasDrawnForTheGlobalTensor) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::max}) {

@@ -183,7 +183,7 @@ at::Tensor part_of(at::Tensor whole, const std::vector<Pieces>& pieces) {
 }
 
 /// Runs and elements are what brute force finds; each part is bitwise that part of the whole.
-TEST(Region, PartsAreThoseOfTheWhole) {
+TEST(Region, PiecesAreThoseOfTheGlobalTensor) {
   const std::vector<std::vector<int64_t>> shapes{{},      {1},       {7},       {200},     {5, 3},
                                                  {6, 70}, {4, 3, 5}, {2, 0, 3}, {3, 40, 2}};
   const std::vector<int64_t> mesh_shape{2, 2};

@@ -197,7 +197,7 @@ struct Laid {
   ShardOrder order;
 };
 
-TEST(Execute, EveryOrderOfCuts) {
+TEST(Execute, EveryShardOrder) {
   run(6, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 3}, {"dp", "tp"});
     const std::vector<Laid> layouts = {{{Shard(0), Shard(0)}, {}},

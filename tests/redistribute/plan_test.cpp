@@ -167,7 +167,7 @@ TEST(Plan, MergesMeshDimsIntoOneCollective) {
   EXPECT_EQ(gathered.steps[0].mesh_dims, (c10::SmallVector<int64_t, 4>{1, 0}));  // the outermost shard first
 }
 
-TEST(Plan, OnlyTheInnermostCutIsUndoneAlone) {
+TEST(Plan, OnlyTheInnermostShardIsUndoneAlone) {
   const On on{fake_mesh({2, 2}), {8}};
   const auto ordered = [&](ShardOrder order) {
     return Spec(on.mesh, {Shard(0), Shard(0)}, {8}, std::nullopt, at::kFloat, order);

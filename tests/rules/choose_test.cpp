@@ -134,7 +134,7 @@ TEST_F(Choose, KeepsPlacementsOnOneRank) {
   }
 }
 
-TEST_F(Choose, KeepsOrdersAndStridedCuts) {
+TEST_F(Choose, KeepsOrdersAndStridedShards) {
   const Placements strided{StridedShard(0, 4), S(0)};
   const ChosenStrategy scaled = decide("aten::relu", "", {Spec(mesh_, strided, {16, 3})});
   EXPECT_EQ(scaled.inputs[0].placements(), strided);
@@ -153,7 +153,7 @@ TEST_F(Choose, PartialsThatDoNotAgreeAreReduced) {
   EXPECT_EQ(highest.outputs[0].placements, (Placements{S(0), Partial(ReduceOp::max)}));
 }
 
-TEST_F(Choose, ViewsNeedEvenCutsOverAllMeshDims) {
+TEST_F(Choose, ViewsNeedEvenShardsOverAllMeshDims) {
   auto viewed = [&](int64_t rows, Placements placements) {
     return decide("aten::view", "", {spec(placements, {rows, 6})}, {{}, std::vector<int64_t>{rows * 6}})
         .outputs[0]

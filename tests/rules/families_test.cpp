@@ -18,7 +18,7 @@ using namespace testing;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// Partial values that are converted each by itself are not partial values of the sum.
-TEST_P(Families, SumsOfPartsInAnotherDtype) {
+TEST_P(Families, PartialSumsInAnotherDtype) {
   for (const at::ScalarType dtype : {at::kLong, at::kBool, at::kDouble}) {
     matrices([=](const Tensors& x) { return at::sum(x[0].detach(), {0}, false, dtype).to(at::kFloat); });
     if (dtype != at::kBool)
@@ -28,7 +28,7 @@ TEST_P(Families, SumsOfPartsInAnotherDtype) {
 }
 
 /// Nor are those of integers that wrap around.
-TEST_P(Families, SumsOfPartsThatWrap) {
+TEST_P(Families, PartialSumsThatWrap) {
   const std::vector<Function> functions{
       [](const Tensors& x) { return x[0].sum(0, false, at::kChar) * 0.5; },
       [](const Tensors& x) { return x[0].sum(0, false, at::kChar) / 2; },

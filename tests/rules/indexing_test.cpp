@@ -151,7 +151,7 @@ TEST_P(Families, Scattering) {
   }
 }
 
-TEST_P(Families, Places) {
+TEST_P(Families, Positions) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}), mask = numbers({size, 3}, 2) > 0;
     const at::Tensor positions = at::tensor({2, 0, 5, 3, -1, 2}, at::kLong),

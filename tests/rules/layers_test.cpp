@@ -235,7 +235,7 @@ TEST_P(Families, Embedding) {
   }
 }
 /// A rank never makes the gradient of rows that others have.
-TEST(Embedding, GradientOfRowsThatAreCut) {
+TEST(Embedding, GradientOfRowsThatAreSharded) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     const at::Tensor indices = distribute_tensor(at::arange(6), mesh, {Shard(0), Replicate()}, std::nullopt);

@@ -108,7 +108,7 @@ TEST(Selecting, MovesLittle) {
 }
 
 /// Mesh dims may shard a dim in any order; so they do the result.
-TEST(Selecting, InAnyOrderOfCuts) {
+TEST(Selecting, InAnyShardOrder) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     const at::Tensor plain = numbers({9, 3});
@@ -126,7 +126,7 @@ TEST(Selecting, InAnyOrderOfCuts) {
 }
 
 /// Nor do gradients.
-TEST(Selecting, GradientsStayCut) {
+TEST(Selecting, GradientsStaySharded) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
     const at::Tensor x =

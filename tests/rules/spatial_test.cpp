@@ -268,7 +268,7 @@ TEST(SpatialCommunication, OnlyHalos) {
       {image, numbers({8, 1, 3, 3})}, {Shard(1), Shard(kBatch)}, Shard(1), true);
 }
 
-TEST(SpatialCommunication, HalosKeepTheCut) {
+TEST(SpatialCommunication, HalosKeepTheSharding) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
     const at::Tensor x = distribute_tensor(numbers({2, 2, 16, 5}), mesh, {Shard(kHeight)}, std::nullopt);

@@ -37,7 +37,7 @@ const std::vector<Write>& writes() {
   return all;
 }
 
-TEST(Writes, ThroughViewsOfCutDims) {
+TEST(Writes, ThroughViewsOfShardedDims) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4}, {2, 2}}) {
     run(4, [&] {
       const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);

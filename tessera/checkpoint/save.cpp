@@ -6,6 +6,7 @@
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/peers.h>
 #include <tessera/checkpoint/save_plan.h>
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/checkpoint/write.h>
 #include <tessera/comm/blocking.h>
 #include <tessera/dtensor/dtensor.h>
@@ -112,10 +113,11 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
   TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
                       "keep_last must not be negative, and file_limit must be positive.");
   SaveJob job{path, options, nullptr, {}};
-  Value values = state.values();
+  Value values;
   std::map<std::string, LocalTensor> local;
   Description mine;
   peers.together("Saving to " + path, [&] {
+    values = StateDictHooks::before_save(state);
     for (const auto& [key, leaf] : flatten(values)) {
       LeafDescription& description = mine[key];
       description.path = leaf.path;
@@ -409,13 +411,17 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
   SaveJob job = prepare(state, path, options, Peers("checkpoint"));
   at::Tensor memory;
   take_snapshot(job, memory);
-  const std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
+  std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
   last = std::async(std::launch::async, [job = std::move(job), memory, world,
-                                         peers = Peers("checkpoint in the background")] {
+                                         peers = Peers("checkpoint in the background")]() mutable {
+           // What the job holds goes with it, not only when the next one replaces it in `last`.
+           const SaveJob mine = std::move(job);
+           const Peers mates = std::move(peers);
+           const std::shared_ptr<World> here = std::move(world);
            std::optional<WorldScope> scope;
-           if (world) scope.emplace(world);
-           execute(job, peers);
-           SnapshotMemory::instance().give_back(memory);
+           if (here) scope.emplace(here);
+           execute(mine, mates);
+           SnapshotMemory::instance().give_back(std::move(memory));
          }).share();
   auto pending = std::make_shared<PendingSave::State>();
   pending->result = last;

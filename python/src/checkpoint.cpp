@@ -132,8 +132,9 @@ class PythonState {
       size_t position = 0;
       for (const py::handle item : items_of(object)) {
         const auto pair = py::reinterpret_borrow<py::tuple>(item);
-        const py::object loaded = updated(pair[1], value.entries()[position++].value);
-        if (!loaded.is(pair[1])) py::object(same)[pair[0]] = loaded;
+        const py::object before = pair[1];
+        const py::object loaded = updated(before, value.entries()[position++].value);
+        if (!loaded.is(before)) same[pair[0]] = loaded;
       }
       return same;
     }
@@ -144,8 +145,9 @@ class PythonState {
         const size_t position = items.size();
         const bool is_known = position < py::len(object);
         const py::object before = is_known ? same[py::int_(position)] : py::object(py::none());
-        items.append(is_known ? updated(before, item) : from_value(item));
-        is_changed = is_changed || !items[position].is(before);
+        const py::object loaded = is_known ? updated(before, item) : from_value(item);
+        is_changed = is_changed || !loaded.is(before);
+        items.append(loaded);
       }
       if (!is_changed) return same;
       if (PyList_Check(object.ptr())) {

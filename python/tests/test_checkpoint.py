@@ -156,6 +156,7 @@ def test_formats_are_read_by_those_whose_they_are(tmp_path, format):
         for dtype in DTYPES
         if known_to(format, dtype)
         for shape in ((), (0,), (7, 5), (2, 9))
+        if format != "tessera" or 0 not in shape  # which only its index names
     }
 
     @on_ranks(3)
@@ -261,7 +262,7 @@ def test_training_goes_on_on_another_mesh(tmp_path, format, helpers):
         model, optimizer = trained(mesh, **COLUMN)
         steps(model, optimizer, mesh, 3)
         checkpoint.save(state_of(model, optimizer), tmp_path / "c", format=format)
-        saved = [p.detach().full_tensor() for p in model.parameters()]
+        saved = [p.detach().full_tensor().clone() for p in model.parameters()]
         steps(model, optimizer, mesh, 3)
         expected = [p.detach().full_tensor() for p in model.parameters()]
         if mesh.get_rank() == 0:
@@ -352,7 +353,7 @@ def test_bad_values_are_errors(tmp_path):
         ({"n": 2**70}, ValueError, "'n' of the state dict does not fit"),
         ({"m": torch.empty(2, device="meta")}, RuntimeError, "'m' is on the meta device"),
         ({"t": "\ud800"}, UnicodeEncodeError, "surrogates"),
-        (endless, RecursionError, "state dict"),
+        (endless, RecursionError, "recursion"),
         ([1], TypeError, "must be a dict, got list"),
     ):
         with pytest.raises(error, match=text):
@@ -523,7 +524,7 @@ def test_only_distributed_tensors_are_checkpointable():
         assert not hasattr(x.to_local(), name) and not hasattr(torch.nn.Parameter(torch.ones(1)), name)
     (chunk,) = x.__create_chunk_list__()
     assert chunk.offsets == (3 * tessera.get_rank(), 0) and chunk.sizes == x.to_local().shape
-    with pytest.raises(RuntimeError, match="threads of tessera.run"):
+    with pytest.raises(dcp.api.CheckpointException, match="threads of tessera.run"):
         dcp.save({"x": x}, checkpoint_id="nowhere", no_dist=True)
     partial = DTensor.from_local(torch.ones(2), x.device_mesh, [Partial()])
     with pytest.raises(RuntimeError, match="partial values"):

@@ -1,6 +1,6 @@
-"""What each process of test_checkpoint.py runs: ``save``, ``load`` or ``save_optimizer``, with the tensors and functions of
-``tessera``, of ``torch`` or of both."""
+"""What each process of test_checkpoint.py runs: one of the functions below."""
 
+import os
 import pathlib
 import sys
 
@@ -123,13 +123,26 @@ def save_optimizer(saver: str, directory: pathlib.Path) -> None:
         torch.save(expected, directory / "expected.pt")
 
 
+def alone(saver: str, directory: pathlib.Path) -> None:
+    """A process whose group is gone, and that no launcher started, is alone: its ranks save what each has."""
+    rank = dist.get_rank()
+    checkpoint.save({"ranks": dist.get_world_size()}, directory / "together")
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    checkpoint.save({"rank": rank}, directory / f"rank-{rank}")
+    assert checkpoint.load_full(directory / f"rank-{rank}") == {"rank": rank}
+    assert checkpoint.load_full(directory / "together") == {"ranks": 2}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     what, saver, directory = sys.argv[1:]
-    {function.__name__: function for function in (save, load, save_optimizer)}[what](
-        saver, pathlib.Path(directory)
-    )
-    dist.barrier()
-    dist.destroy_process_group()
+    bodies = (save, load, save_optimizer, alone)
+    {function.__name__: function for function in bodies}[what](saver, pathlib.Path(directory))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     print("done")

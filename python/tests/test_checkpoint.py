@@ -216,7 +216,7 @@ def test_theirs_are_read_by_us(tmp_path, format):
         }
         others = {"step": 0, "lr": 0.0, "names": [], "betas": (), "no": 1} if format == "dcp" else {}
         state.update(others)
-        checkpoint.load(state, path)
+        checkpoint.load(state, path / "model.safetensors" if format == "huggingface" else path)
         for key, value in full.items():
             local = state[key].to_local() if value.ndim else state[key]
             rows = value.tensor_split([3, 6])[mesh.get_rank()] if value.ndim else value
@@ -235,7 +235,7 @@ def trained(mesh, up, down):
 
 
 def steps(model, optimizer, mesh, count):
-    x = distribute_tensor(values(8, 8), mesh)
+    x = values(8, 8) if mesh is None else distribute_tensor(values(8, 8), mesh)
     for _ in range(count):
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
@@ -293,6 +293,34 @@ def test_training_goes_on_on_another_mesh(tmp_path, format, helpers):
 
     first()
     second()
+
+
+def test_an_optimizer_saved_by_us_is_loaded_by_torch(tmp_path):
+    plain = filled(MLP())
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    steps(plain, expected, None, 3)
+
+    @on_ranks(4)
+    def save():
+        mesh = init_device_mesh("cpu", (4,))
+        model, optimizer = trained(mesh, **COLUMN)
+        steps(model, optimizer, mesh, 3)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(state, tmp_path / "c", format="dcp")
+
+    save()
+    model = filled(MLP())
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer, None, 1)  # makes the optimizer's state
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "c")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    steps(model, optimizer, None, 2)
+    steps(plain, expected, None, 2)
+    for found, wanted in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_schedulers_and_optimizers_without_state(tmp_path):
@@ -564,6 +592,10 @@ def test_processes(tmp_path, saver):
             assert state["step"] == 3
 
     load()
+
+
+def test_processes_whose_group_is_gone(tmp_path):
+    launch(2, "alone", "tessera", str(tmp_path), worker=WORKER)
 
 
 def test_optimizer_of_their_processes(tmp_path):

@@ -18,6 +18,7 @@ void bind_dtensors(py::module_& module);
 void bind_parallel(py::module_& module);
 void bind_rules(py::module_& module);
 void bind_random(py::module_& module);
+void bind_checkpoint(py::module_& module);
 
 /// A placement of ours, or one of torch.distributed.tensor.
 Placement to_placement(py::handle object);

@@ -58,4 +58,5 @@ PYBIND11_MODULE(_C, module) {
   bind_parallel(module);
   bind_rules(module);
   bind_random(module);
+  bind_checkpoint(module);
 }

@@ -140,6 +140,7 @@ void bind_worlds(py::module_& module) {
              py::arg("timeout"), py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"));
+  module.def("forget_process_group", &destroy_process_group);
   module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
   module.def("shares_process", [] {
     return has_current_world() && current_world()->is_threads() && current_world()->size() > 1;

@@ -20,7 +20,7 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # its libraries must be loaded before ours
 
-from tessera import _composites, _patches, experimental, parallel, random
+from tessera import _composites, _patches, checkpoint, experimental, parallel, random
 from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
 from tessera._bridge import from_torch, to_torch
 from tessera._C import (
@@ -48,6 +48,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "checkpoint",
     "distribute_module",
     "distribute_tensor",
     "empty",

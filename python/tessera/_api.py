@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tessera import _C
+from tessera import _C, _planner
 from tessera._C import DeviceMesh, Placement, Replicate
 
 Placements = Sequence[Placement]
@@ -118,6 +118,18 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
     def _raise_if_contains_partial_placements(self) -> None:
         """An error if the tensor has yet to be reduced on some mesh dim."""
         _C.check_no_partial(self, "this")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What ``torch.distributed.checkpoint.save`` writes of it on this rank."""
+        return _planner.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What ``torch.distributed.checkpoint.load`` reads of it on this rank."""
+        return _planner.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """This rank's memory of one of its chunks."""
+        return _planner.shard(self, index)
 
 
 def _kind(value: object) -> str:

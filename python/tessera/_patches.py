@@ -47,6 +47,9 @@ _ATTRIBUTES = (
     "redistribute",
     "_local_tensor",
     "_raise_if_contains_partial_placements",
+    "__create_write_items__",
+    "__create_chunk_list__",
+    "__get_tensor_shard__",
 )
 
 

@@ -40,6 +40,22 @@ def run(
         return _C.run_ranks(world_size, function, args, timeout, backend, threads_per_rank)
 
 
+def ensure_if_any() -> bool:
+    """As :func:`ensure`, but where there are no ranks, this process is alone: then return False."""
+    global _adopted
+    if (
+        _C.is_rank_thread()
+        or (dist.is_available() and dist.is_initialized())
+        or all(name in os.environ for name in _LAUNCHER_VARIABLES)
+    ):
+        ensure()
+        return True
+    if _adopted is not None:
+        _C.forget_process_group()
+        _adopted = None
+    return False
+
+
 def ensure() -> None:
     """See to it that the calling thread has a world: that of ``run``, else that of torch.distributed."""
     global _adopted

@@ -17,11 +17,11 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def launch(world_size: int, what: str) -> list[str]:
+def launch(world_size: int, *arguments: str, worker: pathlib.Path = WORKER) -> list[str]:
     ports = {"MASTER_PORT": free_port(), "SECOND_PORT": free_port()}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), what],
+            [sys.executable, str(worker), *arguments],
             env={
                 **os.environ,
                 "RANK": str(rank),

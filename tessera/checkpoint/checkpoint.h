@@ -52,6 +52,8 @@ class TESSERA_API StateDict {
   Value& values() { return values_; }
   const Value& values() const { return values_; }
 
+  /// `save` calls it first, with what is to be saved, to change that: what it throws, on any rank, is an error on all.
+  void before_save(std::function<void(Value& values)> function);
   /// `load` calls it on every rank when all values are loaded: for values that have to be put somewhere.
   void on_load(std::function<void(const Value& values)> function);
   /// `load` calls it first, with the keys that the checkpoint has, to add what is missing here.
@@ -60,6 +62,7 @@ class TESSERA_API StateDict {
  private:
   friend struct StateDictHooks;
   Value values_;
+  std::vector<std::function<void(Value&)>> before_save_;
   std::vector<std::function<void(const Value&)>> on_load_;
   std::vector<std::function<void(Value&, const std::vector<std::string>&)>> before_load_;
 };

@@ -8,6 +8,7 @@
 #include <tessera/checkpoint/peers.h>
 #include <tessera/checkpoint/read.h>
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -86,9 +87,14 @@ struct Wanted {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
 };
 
-Wanted find_wanted(Value& values) {
+Wanted find_wanted(Value& values, const Catalog& catalog) {
   Wanted wanted;
   wanted.leaves = flatten(values);
+  // An empty dict has nothing to load: PyTorch's checkpoints do not even name it.
+  std::erase_if(wanted.leaves, [&](const auto& entry) {
+    const auto& [key, leaf] = entry;
+    return leaf.value->is_dict() && !catalog.leaves.count(key);
+  });
   for (const auto& [key, leaf] : wanted.leaves) {
     LeafDescription& description = wanted.description[key];
     description.path = leaf.path;
@@ -172,6 +178,17 @@ void make_destinations(Wanted& wanted) {
   }
 }
 
+/// Says that tensors were written into: to autograd, which may have saved them, and to views of distributed tensors
+/// that are copies. Collective.
+void count_writes(const Wanted& wanted) {
+  for (const auto& [key, description] : wanted.description) {
+    if (!description.is_tensor) continue;
+    const at::Tensor& tensor = wanted.leaves.at(key).value->tensor();
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    if (const DTensorImpl* distributed = DTensorImpl::of(tensor)) distributed->wrote();
+  }
+}
+
 /// Loads from what was opened, unless it was replaced before all ranks had opened their files: then nothing has been
 /// changed, and there is no report. Collective.
 std::optional<LoadReport> load_into(StateDict& state, const std::string& path, const Opened& opened,
@@ -182,7 +199,7 @@ std::optional<LoadReport> load_into(StateDict& state, const std::string& path, c
   Wanted wanted;
   peers.together(what, [&] {
     StateDictHooks::before_load(state, checkpoint.catalog);
-    wanted = find_wanted(state.values());
+    wanted = find_wanted(state.values(), checkpoint.catalog);
   });
   std::vector<Description> ranks;
   for (const std::string& bytes : peers.all_gather(to_bytes(wanted.description)))
@@ -232,12 +249,15 @@ std::optional<LoadReport> load_into(StateDict& state, const std::string& path, c
     read_shared(plan, ranks, peers, files, wanted.destinations, verify, meter);
     if (error) std::rethrow_exception(error);
     for (const auto& [to, from] : wanted.copies) to.copy_(from);
+    meter.finish();
+  });
+  count_writes(wanted);
+  peers.together(what, [&] {
     for (const auto& [key, description] : wanted.description) {
       if (const Value* value = checkpoint.catalog.leaves.at(key).value())
         *wanted.leaves.at(key).value = *value;
     }
     StateDictHooks::on_load(state);
-    meter.finish();
   });
   return differences.report;
 }

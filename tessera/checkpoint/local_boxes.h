@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/checkpoint/catalog.h>
+#include <tessera/export.h>
 
 #include <string>
 #include <vector>
@@ -23,6 +24,6 @@ struct LocalTensor {
   c10::ScalarType dtype = c10::ScalarType::Float;
   std::vector<LocalBoxView> boxes;
 };
-LocalTensor local_boxes(const std::string& key, const at::Tensor& tensor);
+TESSERA_API LocalTensor local_boxes(const std::string& key, const at::Tensor& tensor);
 
 }  // namespace tessera::checkpoint

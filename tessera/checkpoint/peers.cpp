@@ -47,6 +47,7 @@ Peers::Peers(const std::string& purpose) {
 }
 
 Peers::~Peers() = default;
+Peers::Peers(Peers&&) noexcept = default;
 
 std::vector<std::string> Peers::all_gather(const std::string& mine) const {
   if (size_ == 1) return {mine};

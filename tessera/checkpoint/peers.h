@@ -20,6 +20,7 @@ class Peers {
   /// Collective the first time. `purpose` tells apart what may be under way at the same time.
   explicit Peers(const std::string& purpose);
   ~Peers();
+  Peers(Peers&&) noexcept;
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }

@@ -8,6 +8,7 @@
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/peers.h>
 #include <tessera/checkpoint/save_plan.h>
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/checkpoint/write.h>
 #include <tessera/comm/blocking.h>
 #include <tessera/dtensor/dtensor.h>
@@ -126,11 +127,12 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
                       "keep_last must not be negative, and file_limit must be positive.");
   const std::string what = "Saving to " + path;
   SaveJob job{path, options, nullptr, {}};
-  Value values = state.values();
+  Value values;
   std::map<std::string, StateLeaf> leaves;
   std::map<std::string, LocalTensor> local;
   Description mine;
   peers.together(what, [&] {
+    values = StateDictHooks::before_save(state);
     leaves = flatten(values);
     for (const auto& [key, leaf] : leaves) {
       LeafDescription& description = mine[key];
@@ -510,13 +512,17 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
   at::Tensor memory;
   SaveJob job = prepare(state, path, options, Peers("checkpoint"),
                         [&](SaveJob& complete) { take_snapshot(complete, memory); });
-  const std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
+  std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
   last = std::async(std::launch::async, [job = std::move(job), memory, world,
-                                         peers = Peers("checkpoint in the background")] {
+                                         peers = Peers("checkpoint in the background")]() mutable {
+           // What the job holds goes with it, not only when the next one replaces it in `last`.
+           const SaveJob mine = std::move(job);
+           const Peers mates = std::move(peers);
+           const std::shared_ptr<World> here = std::move(world);
            std::optional<WorldScope> scope;
-           if (world) scope.emplace(world);
-           execute(job, peers);
-           SnapshotMemory::instance().give_back(memory);
+           if (here) scope.emplace(here);
+           execute(mine, mates);
+           SnapshotMemory::instance().give_back(std::move(memory));
          }).share();
   auto pending = std::make_shared<PendingSave::State>();
   pending->result = last;

@@ -5,8 +5,10 @@
 
 namespace tessera::checkpoint {
 
-/// What `load` calls.
+/// What `save` and `load` call.
 struct StateDictHooks {
+  /// What is to be saved.
+  static Value before_save(const StateDict& state);
   static void before_load(StateDict& state, const Catalog& catalog);
   static void on_load(StateDict& state);
 };

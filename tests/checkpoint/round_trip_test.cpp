@@ -3,6 +3,7 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/comm/run.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/error.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/shard_tensor.h>
 
@@ -287,6 +288,61 @@ TEST(Strict, ListsEverythingBeforeAnythingChanges) {
     EXPECT_EQ(report.missing, std::vector<std::string>{"e"});
     EXPECT_EQ(report.unexpected, (std::vector<std::string>{"b", "c", "d"}));
     EXPECT_TRUE(at::equal(some.at("a").tensor(), at::ones({4})));
+  });
+}
+
+TEST(Strict, AnEmptyDictIsNotMissing) {
+  const Scratch scratch;
+  StateDict state;
+  state["a"] = 1;
+  save(state, scratch / "x");
+  state["a"] = 2;
+  state["b"] = Value::dict();
+  load(state, scratch / "x");
+  EXPECT_EQ(state.at("a").integer(), 1);
+  EXPECT_EQ(state.at("b"), Value::dict());
+}
+
+/// Loading writes into memory, which autograd and views that are copies must hear of.
+TEST(Load, CountsAsAWrite) {
+  const Scratch scratch;
+  run(4, [&] {
+    const at::Tensor full = values_of({6, 4}, at::kFloat);
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    StateDict state;
+    at::Tensor sharded = distribute_tensor(full, mesh, {Shard(0)});
+    at::Tensor plain = full.clone();
+    state["sharded"] = sharded;
+    state["plain"] = plain;
+    save(state, scratch / "x");
+    sharded.zero_();
+    plain.zero_();
+    const at::Tensor view = sharded.view({3, 8});
+    const auto versions = std::make_pair(sharded._version(), plain._version());
+    load(state, scratch / "x");
+    EXPECT_TRUE(at::equal(DTensor(view).full_tensor(), full.view({3, 8})));
+    EXPECT_GT(sharded._version(), versions.first);
+    EXPECT_GT(plain._version(), versions.second);
+
+    sharded.zero_();
+    StateDict through;
+    through["sharded"] = sharded.view({3, 8}).view({6, 4});
+    through["plain"] = plain;
+    load(through, scratch / "x");
+    EXPECT_TRUE(at::equal(DTensor(sharded).full_tensor(), full));
+  });
+}
+
+TEST(Save, CallsBeforeSaveOnTheWay) {
+  const Scratch scratch;
+  run(2, [&] {
+    StateDict state;
+    state.before_save([](Value& values) { values["step"] = 5; });
+    save(state, scratch / "x");
+    EXPECT_EQ(load(scratch / "x").at("step").integer(), 5);
+    EXPECT_FALSE(state.values().contains("step"));
+    state.before_save([](Value&) { TESSERA_CHECK(get_rank() == 0, "no"); });
+    EXPECT_THAT(error_of([&] { save(state, scratch / "x"); }), HasSubstr("failed on rank 1: no"));
   });
 }
 

@@ -112,9 +112,14 @@ int64_t byte_count(c10::ArrayRef<int64_t> sizes, c10::ScalarType dtype, const st
   return *bytes;
 }
 
-void check(const Catalog& catalog) {
-  for (const auto& [key, leaf] : catalog.leaves) {
-    if (const TensorEntry* tensor = leaf.tensor()) check_tensor(key, *tensor);
+void check(const Catalog& catalog, const std::string& source) {
+  try {
+    for (const auto& [key, leaf] : catalog.leaves) {
+      if (const TensorEntry* tensor = leaf.tensor()) check_tensor(key, *tensor);
+    }
+  } catch (const c10::Error& error) {
+    TESSERA_CHECK(!source.empty(), error.what_without_backtrace());
+    TESSERA_CHECK(false, source, ": ", error.what_without_backtrace());
   }
 }
 

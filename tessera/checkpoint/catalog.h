@@ -85,6 +85,7 @@ int64_t byte_count(c10::ArrayRef<int64_t> sizes, c10::ScalarType dtype, const st
 
 /// Throws, naming the tensor and the file, unless each tensor's chunks lie in it, do not overlap and leave no gap,
 /// and their lengths fit their sizes. Every reader calls it: nothing that a file says is believed unchecked.
-void check(const Catalog& catalog);
+/// If it was read from `source`, the error names that too.
+void check(const Catalog& catalog, const std::string& source = "");
 
 }  // namespace tessera::checkpoint

@@ -104,7 +104,7 @@ class MetadataReader {
     const Node& entries = need_attribute(root, "state_dict_metadata");
     const DCPNodes& children = pickle_.dict(entries, "state_dict_metadata");
     for (size_t i = 0; i < children.size(); i += 2) read_leaf(*children[i], *children[i + 1]);
-    check(result_.catalog);
+    check(result_.catalog, path_);
     return std::move(result_);
   }
 

@@ -121,7 +121,7 @@ Catalog read_huggingface(const std::string& path) {
     TESSERA_CHECK(catalog.leaves.contains(key), "Tensor '", key, "' is not in ", directory, "/", file,
                   ", where ", kHuggingFaceIndexFile, " says it is. The files are not of one checkpoint.");
   }
-  check(catalog);
+  check(catalog, path);
   return catalog;
 }
 

@@ -337,8 +337,9 @@ void check_seal(std::string_view text, const std::string& path) {
                     text.substr(text.size() - tail).starts_with(kBeforeChecksum),
                 path, " does not end with its checksum. It was cut short, or is damaged.");
   const std::string_view body = text.substr(0, text.size() - tail);
-  const auto said = parse_hex(text.substr(body.size() + kBeforeChecksum.size(), kChecksumDigits));
-  TESSERA_CHECK(said && *said == crc32c(body.data(), body.size()), path,
+  std::string checksum;
+  append_hex(checksum, crc32c(body.data(), body.size()), kChecksumDigits);
+  TESSERA_CHECK(text.substr(body.size() + kBeforeChecksum.size(), kChecksumDigits) == checksum, path,
                 " is damaged: its checksum does not fit its text. Restore it from a copy.");
 }
 
@@ -395,7 +396,7 @@ Catalog parse_index(std::string_view text, const std::string& path) {
     leaf->second.path = parse_path(entry, path);
   }
   check_paths(catalog, path);
-  check(catalog);
+  check(catalog, path);
   return catalog;
 }
 

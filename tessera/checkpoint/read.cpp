@@ -283,10 +283,150 @@ void read_own(const LoadPlan& plan, int64_t rank, ChunkFiles& files, const Desti
   }
 }
 
+namespace {
+
+/// Reads for several ranks, and what they send each other, in rounds that bound the memory for messages.
+///
+/// Both sides go through the reads of a round in the same order, and through the runs of a read in the same order, so
+/// they agree on what lies where in a message.
+class SharedReads {
+ public:
+  SharedReads(const std::vector<Description>& ranks, const Peers& peers, ChunkFiles& files,
+              const Destinations& destinations, bool verify, ProgressMeter& meter)
+      : ranks_(ranks),
+        peers_(peers),
+        files_(files),
+        destinations_(destinations),
+        verify_(verify),
+        meter_(meter),
+        to_(ranks.size()),
+        from_(ranks.size()) {}
+
+  using Round = std::vector<const Read*>;
+
+  void run(const Round& round) {
+    std::vector<at::Tensor> sent = messages(round, /*outgoing=*/true);
+    const std::vector<at::Tensor> received = messages(round, /*outgoing=*/false);
+    try {
+      if (!error_) read_and_pack(round, sent);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    peers_.exchange(received, sent);
+    unpack_received(round, received);
+  }
+
+  void finish() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  bool is_mine(const Read& read) const { return read.reader == peers_.rank(); }
+  bool is_needed(const Read& read) const {
+    return std::binary_search(read.needed_by.begin(), read.needed_by.end(), peers_.rank());
+  }
+  const Chunk& chunk_of(const Read& read) const { return files_.tensor(read.key).chunks[read.chunk]; }
+  int64_t element_size(const Read& read) const {
+    return static_cast<int64_t>(c10::elementSize(files_.tensor(read.key).dtype));
+  }
+  /// What another rank needs of a read.
+  const std::vector<BoxRuns>& runs_to(int64_t rank, const Read& read) {
+    return to_[rank].of(read.key, read.chunk, chunk_of(read), boxes_of(ranks_[rank], read.key));
+  }
+  /// What this rank needs of it.
+  const std::vector<BoxRuns>& own_runs(const Read& read) {
+    return from_[read.reader].of(read.key, read.chunk, chunk_of(read), boxes_of(destinations_.at(read.key)));
+  }
+
+  /// New memory for what this rank sends to, or receives from, each rank.
+  std::vector<at::Tensor> messages(const Round& round, bool outgoing) {
+    std::vector<int64_t> bytes(ranks_.size(), 0);
+    for (const Read* read : round) {
+      const auto size_of = [&](const std::vector<BoxRuns>& runs) {
+        return shared_bytes(read->begin, read->end, element_size(*read), runs);
+      };
+      if (outgoing && is_mine(*read)) {
+        for (const int64_t other : read->needed_by) {
+          if (other != peers_.rank()) bytes[other] += size_of(runs_to(other, *read));
+        }
+      } else if (!outgoing && !is_mine(*read) && is_needed(*read)) {
+        bytes[read->reader] += size_of(own_runs(*read));
+      }
+    }
+    std::vector<at::Tensor> result;
+    for (const int64_t size : bytes) result.push_back(at::empty({size}, at::kByte));
+    return result;
+  }
+
+  void read_and_pack(const Round& round, std::vector<at::Tensor>& sent) {
+    std::vector<char*> next;
+    for (const at::Tensor& message : sent) next.push_back(static_cast<char*>(message.mutable_data_ptr()));
+    for (const Read* read : round) {
+      if (!is_mine(*read)) continue;
+      const ChunkFiles::Located& located = files_.locate(read->key, read->chunk);
+      buffer_.resize(std::max(buffer_.size(), static_cast<size_t>(read->bytes())));
+      ChunkFiles::read(located, read->begin, read->end, buffer_.data(), verify_);
+      ArchiveCheck archive(located, *read, verify_);
+      archive.add(buffer_.data(), read->bytes());
+      archive.finish();
+      for (const int64_t other : read->needed_by) {
+        if (other == peers_.rank()) {
+          unpack(buffer_.data(), read->begin, read->end, element_size(*read), own_runs(*read),
+                 destinations_.at(read->key));
+        } else {
+          pack(*read, runs_to(other, *read), next[other]);
+        }
+      }
+      meter_.add(read->bytes());
+    }
+  }
+
+  void pack(const Read& read, const std::vector<BoxRuns>& runs, char*& message) const {
+    const int64_t size = element_size(read);
+    for (const BoxRuns& box : runs) {
+      box.runs.for_each_in(read.begin / size, read.end / size, [&](const Runs::Run& run) {
+        std::memcpy(message, buffer_.data() + (run.in_a * size - read.begin),
+                    static_cast<size_t>(run.length * size));
+        message += run.length * size;
+      });
+    }
+  }
+
+  void unpack_received(const Round& round, const std::vector<at::Tensor>& received) {
+    std::vector<const char*> next;
+    for (const at::Tensor& message : received)
+      next.push_back(static_cast<const char*>(message.const_data_ptr()));
+    for (const Read* read : round) {
+      if (is_mine(*read) || !is_needed(*read)) continue;
+      const int64_t size = element_size(*read);
+      const char*& message = next[read->reader];
+      for (const BoxRuns& box : own_runs(*read)) {
+        char* memory = memory_of(destinations_.at(read->key)[box.box]);
+        box.runs.for_each_in(read->begin / size, read->end / size, [&](const Runs::Run& run) {
+          std::memcpy(memory + run.in_b * size, message, static_cast<size_t>(run.length * size));
+          message += run.length * size;
+        });
+      }
+    }
+  }
+
+  const std::vector<Description>& ranks_;
+  const Peers& peers_;
+  ChunkFiles& files_;
+  const Destinations& destinations_;
+  const bool verify_;
+  ProgressMeter& meter_;
+  std::vector<RunsOfRank> to_;    // by rank that needs
+  std::vector<RunsOfRank> from_;  // by rank that reads
+  std::vector<char> buffer_;
+  std::exception_ptr error_;
+};
+
+}  // namespace
+
 void read_shared(const LoadPlan& plan, const std::vector<Description>& ranks, const Peers& peers,
                  ChunkFiles& files, const Destinations& destinations, bool verify, ProgressMeter& meter) {
-  const int64_t rank = peers.rank();
-  std::vector<std::vector<const Read*>> rounds;
+  std::vector<SharedReads::Round> rounds;
   std::vector<int64_t> bytes_of_reader(ranks.size(), 0);
   for (const Read& read : plan.reads) {
     if (!read.is_shared()) continue;
@@ -295,91 +435,9 @@ void read_shared(const LoadPlan& plan, const std::vector<Description>& ranks, co
     if (rounds.size() <= round) rounds.resize(round + 1);
     rounds[round].push_back(&read);
   }
-
-  std::exception_ptr error;
-  std::vector<char> buffer;
-  std::vector<RunsOfRank> to(ranks.size()), from(ranks.size());
-  for (const auto& round : rounds) {
-    // Both sides go through the reads in the same order, so they agree on what lies where in a message.
-    std::vector<int64_t> send_bytes(ranks.size(), 0), receive_bytes(ranks.size(), 0);
-    for (const Read* read : round) {
-      const TensorEntry& tensor = files.tensor(read->key);
-      const Chunk& chunk = tensor.chunks[read->chunk];
-      const auto element_size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      for (const int64_t other : read->needed_by) {
-        if (read->reader == rank && other != rank)
-          send_bytes[other] +=
-              shared_bytes(read->begin, read->end, element_size,
-                           to[other].of(read->key, read->chunk, chunk, boxes_of(ranks[other], read->key)));
-        if (other == rank && read->reader != rank)
-          receive_bytes[read->reader] += shared_bytes(
-              read->begin, read->end, element_size,
-              from[read->reader].of(read->key, read->chunk, chunk, boxes_of(destinations.at(read->key))));
-      }
-    }
-    std::vector<at::Tensor> sent, received;
-    for (const auto other : c10::irange(ranks.size())) {
-      sent.push_back(at::empty({send_bytes[other]}, at::kByte));
-      received.push_back(at::empty({receive_bytes[other]}, at::kByte));
-    }
-
-    std::vector<int64_t> packed(ranks.size(), 0);
-    for (const Read* read : round) {
-      if (read->reader != rank || error) continue;
-      try {
-        const ChunkFiles::Located& located = files.locate(read->key, read->chunk);
-        const auto element_size = static_cast<int64_t>(c10::elementSize(located.tensor->dtype));
-        buffer.resize(std::max(buffer.size(), static_cast<size_t>(read->bytes())));
-        ChunkFiles::read(located, read->begin, read->end, buffer.data(), verify);
-        ArchiveCheck archive(located, *read, verify);
-        archive.add(buffer.data(), read->bytes());
-        archive.finish();
-        for (const int64_t other : read->needed_by) {
-          if (other == rank) {
-            const auto& mine = destinations.at(read->key);
-            unpack(buffer.data(), read->begin, read->end, element_size,
-                   from[rank].of(read->key, read->chunk, *located.chunk, boxes_of(mine)), mine);
-            continue;
-          }
-          char* message = static_cast<char*>(sent[other].mutable_data_ptr());
-          for (const BoxRuns& box :
-               to[other].of(read->key, read->chunk, *located.chunk, boxes_of(ranks[other], read->key))) {
-            box.runs.for_each_in(read->begin / element_size, read->end / element_size,
-                                 [&](const Runs::Run& run) {
-                                   const auto size = static_cast<size_t>(run.length * element_size);
-                                   std::memcpy(message + packed[other],
-                                               buffer.data() + (run.in_a * element_size - read->begin), size);
-                                   packed[other] += static_cast<int64_t>(size);
-                                 });
-          }
-        }
-        meter.add(read->bytes());
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    peers.exchange(received, sent);
-
-    std::vector<int64_t> unpacked(ranks.size(), 0);
-    for (const Read* read : round) {
-      if (read->reader == rank || !std::binary_search(read->needed_by.begin(), read->needed_by.end(), rank))
-        continue;
-      const TensorEntry& tensor = files.tensor(read->key);
-      const auto element_size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      const auto& mine = destinations.at(read->key);
-      const char* message = static_cast<const char*>(received[read->reader].const_data_ptr());
-      for (const BoxRuns& box :
-           from[read->reader].of(read->key, read->chunk, tensor.chunks[read->chunk], boxes_of(mine))) {
-        char* memory = memory_of(mine[box.box]);
-        box.runs.for_each_in(read->begin / element_size, read->end / element_size, [&](const Runs::Run& run) {
-          const auto size = static_cast<size_t>(run.length * element_size);
-          std::memcpy(memory + run.in_b * element_size, message + unpacked[read->reader], size);
-          unpacked[read->reader] += static_cast<int64_t>(size);
-        });
-      }
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  SharedReads reads(ranks, peers, files, destinations, verify, meter);
+  for (const SharedReads::Round& round : rounds) reads.run(round);
+  reads.finish();
 }
 
 }  // namespace tessera::checkpoint

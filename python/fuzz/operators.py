@@ -34,11 +34,17 @@ UNFIT = {
     "expanded": (
         *("linalg.*", "svd*", "pca_lowrank", "eig*", "lu*", "cholesky*", "ormqr", "geqrf", "qr", "pinverse"),
         *("logdet", "det", "slogdet", "masked_fill"),
+        "native_group_norm",  # reads weights as if they were contiguous
     ),
+    # With out=, it reads the input as if it were contiguous.
+    **dict.fromkeys(("strided", "locally strided"), ("native_batch_norm",)),
     # One device loses what is written into running statistics.
     "negated": ("*batch_norm*",),
     "locally negated": ("*batch_norm*",),
 }
+
+#: Operators that, on one device, write into `out` as if it were contiguous.
+MISWRITE = ("nn.functional.avg_pool3d", "nn.functional.gelu")
 
 #: Operators that read memory as it lies.
 OF_MEMORY = ("as_strided*",)
@@ -94,10 +100,13 @@ def tolerance_of(op: Any, dtype: torch.dtype, mode: str) -> tuple[float, float]:
     return (rtol * 10, atol * 10)
 
 
-def memory_of(options: dict[str, Any], tensor: torch.Tensor, rng: random.Random) -> str:
+def memory_of(options: dict[str, Any], given: str, tensor: torch.Tensor, rng: random.Random) -> str:
+    """`given`: as what the tensor is."""
     if not tensor.dim() or not tensor.numel() or rng.random() < 0.4:
         return ""
     found = rng.choice(COMPLEX_MEMORY if tensor.is_complex() else MEMORY)
+    if given.startswith("out ") and (found == "expanded" or options["name"] in MISWRITE):
+        return ""  # some operators write into expanded memory, and most refuse to
     if any(fnmatch.fnmatch(options["name"], each) for each in (*OF_MEMORY, *UNFIT.get(found, ()))):
         return ""
     return "" if "negated" in found and not (tensor.is_floating_point() or tensor.is_complex()) else found

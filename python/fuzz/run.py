@@ -76,7 +76,7 @@ def drawn(kind: str, name: str, seed: int) -> Case | None:
     if rng.random() < 0.3 and any("." in name for name in seen):
         placements |= {name: None for name in placements if name.startswith("input")}
     ways = (
-        {name: module.memory_of(options, each, rng) for name, each in seen.items()}
+        {name: module.memory_of(options, name, each, rng) for name, each in seen.items()}
         if hasattr(module, "memory_of")
         else {}
     )

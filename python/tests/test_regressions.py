@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import Collectives, assert_whole, meshes, on_ranks, placements_of, values
 from tessera.experimental import implicit_replication
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -443,6 +443,13 @@ REFUSED = {
     "max_unpool of bools": lambda x: F.max_unpool3d(
         (x > 0)[None, :, :, None, None], torch.zeros_like(x, dtype=torch.int64)[None, :, :, None, None], 1
     ),
+    "batch_norm with a weight of bytes": lambda x: F.batch_norm(
+        x, None, None, x[0].byte(), x[0], training=True
+    ),
+    "bincount of fewer than no bins": lambda x: x.flatten().long().abs().bincount(minlength=-5),
+    "segments of fractional lengths": lambda x: torch.segment_reduce(
+        x[:2].flatten(), "sum", lengths=torch.ones_like(x[0], dtype=torch.float64)
+    ),
     "statistics of two dims": lambda x: F.batch_norm(x, x[:1], None, training=False),
 }
 
@@ -463,6 +470,12 @@ SEEN_BY_ONE = {
     "take": lambda x, index: x.take(index + 90),
     "index": lambda x, index: x[index[:, 0]],
     "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index[:, 0]),
+    "a division by zero": lambda x, index: x.long() // (9 - index),
+    "a rounded division": lambda x, index: torch.div(x.long(), 9 - index, rounding_mode="trunc"),
+    "a division in place": lambda x, index: index.clone().floor_divide_(9 - index),
+    "a remainder": lambda x, index: index % (9 - index),
+    "a remainder of a number": lambda x, index: 5 % (9 - index),
+    "fmod": lambda x, index: index.fmod(9 - index),
 }
 
 
@@ -490,6 +503,82 @@ def test_values_are_looked_at_by_ranks_that_hold_nothing():
             with pytest.raises(IndexError):
                 x[:, index]
         assert_whole(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
+
+
+DIVISIONS = {
+    "floor_divide": lambda x, y: x // y,
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "in place": lambda x, y: x.clone().floor_divide_(y),
+    "remainder": lambda x, y: x % y,
+    "fmod": lambda x, y: torch.fmod(x, y),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+@on_ranks()
+def test_all_ranks_refuse_to_divide_integers_by_zero(name):
+    """Those that compute nothing too, whether a number was divided by before or not. Nothing is communicated."""
+    divide = DIVISIONS[name]
+    for mesh in meshes():
+        for rows in (2, 8):
+            whole = torch.arange(rows * 3).view(rows, 3) - 2
+            x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+            zeros = torch.ones_like(whole)
+            zeros[0, 0] = 0
+            for divisor in (0, torch.tensor(0), zeros, zeros[:1]):
+                of_one, placed = divisor, divisor
+                if isinstance(divisor, torch.Tensor) and divisor.dim():
+                    placed = tessera.distribute_tensor(divisor, mesh, [Replicate()] * mesh.ndim)
+                with Collectives(mesh) as count:
+                    nonzero = divide(x, placed + 2)
+                    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                        divide(x, placed)
+                    result = divide(x.double(), placed)
+                # floor_divide_ has no rule of its own: it is computed on replicas.
+                assert name == "in place" or count == 0
+                assert_whole(nonzero, divide(whole, of_one + 2))
+                assert_whole(result, divide(whole.double(), of_one), equal_nan=True)
+            if name != "in place":
+                assert_whole(divide(x, 0.0), divide(whole, 0.0), equal_nan=True)
+                zero = torch.tensor(0.0)
+                assert_whole(divide(x, zero), divide(whole, zero), equal_nan=True)
+        empty = tessera.distribute_tensor(whole[:0], mesh, [Shard(0)] * mesh.ndim)
+        assert_whole(divide(empty, 0), divide(whole[:0], 0))
+
+
+@on_ranks()
+def test_all_ranks_refuse_to_unravel_into_nothing():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(torch.arange(2), mesh, [Shard(0)] * mesh.ndim)
+        with pytest.raises(RuntimeError):
+            torch.unravel_index(x, (3, 0))
+        assert_whole(torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([[0, 0], [0, 1]]))
+
+
+def test_agreeing_on_a_refusal_is_implicit_communication():
+    whole = torch.zeros(8, 3, dtype=torch.int64)
+    whole[7] = 9
+
+    def main(mode):
+        mesh = tessera.init_device_mesh("cpu", (4,))
+        x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
+        index = tessera.distribute_tensor(whole, mesh, [Shard(0)])
+        with Collectives(mesh) as count, tessera.implicit_communication(mode):
+            found = x.gather(1, index.clamp(max=2))
+        assert count == (0 if mode == "forbidden" else 1)
+        assert_whole(found, values(8, 3).gather(1, whole.clamp(max=2)))
+        # Where it is forbidden, each rank refuses what it sees by itself.
+        sees_it = mode != "forbidden" or tessera.get_rank() == 3
+        with (
+            tessera.implicit_communication(mode),
+            pytest.raises(RuntimeError) if sees_it else contextlib.nullcontext(),
+        ):
+            x.gather(1, index)
+
+    for mode in ("allowed", "forbidden"):
+        tessera.run(4, main, mode, timeout=60)
+    with pytest.warns(UserWarning, match="ranks have to agree"):
+        tessera.run(4, main, "warned", timeout=60)
 
 
 DOUBLE_GRADIENTS = {
@@ -568,6 +657,36 @@ def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
         value, tangent = torch.func.jvp(lambda each: each.mm(placed[1]), (placed[0],), (placed[2],))
         assert_whole(value, x.mm(w))
         assert_whole(tangent, v.mm(w))
+
+
+@on_ranks()
+def test_forward_mode_through_placements():
+    whole, direction = values(8, 4), values(8, 4, seed=1)
+    for mesh in meshes():
+        kinds = (Replicate(), Shard(0), Shard(1), Partial())
+        for placements in ([kind] * mesh.ndim for kind in kinds):
+            for target in ([kind] * mesh.ndim for kind in kinds):
+                x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+                for of_tangent in (placements, [Replicate()] * mesh.ndim):
+                    v = tessera.distribute_tensor(direction, mesh, of_tangent)
+                    with forward_ad.dual_level():
+                        moved = forward_ad.make_dual(x, v).redistribute(placements=target)
+                        assert moved.placements == tuple(target)
+                        again = DTensor.from_local(moved.to_local(), mesh, target, shape=whole.shape)
+                        for dual in (moved, again):
+                            primal, tangent = forward_ad.unpack_dual(dual)
+                            assert_whole(primal.detach(), whole)
+                            assert_whole(tangent.detach(), direction)
+                        primal, tangent = forward_ad.unpack_dual(moved.full_tensor())
+                        torch.testing.assert_close(primal.detach(), whole)
+                        torch.testing.assert_close(tangent.detach(), direction)
+                        (gradient,) = torch.autograd.grad(
+                            (forward_ad.unpack_dual(moved).primal * x.detach()).sum(), x
+                        )
+                        assert_whole(gradient, whole)
+        maximum = DTensor.from_local(whole, mesh, [Partial("max")] * mesh.ndim)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="not linear"):
+            forward_ad.make_dual(maximum, maximum).redistribute(placements=[Replicate()] * mesh.ndim)
 
 
 @pytest.mark.parametrize("name", REFUSED)

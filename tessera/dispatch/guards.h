@@ -17,6 +17,11 @@ TESSERA_API bool implicit_communication_is_strict();
 /// While it lives, operators of this thread do as it says. `forbidden`: such an operator is an error that
 /// names it, the argument and the two placements; `warned`: a warning that does. `strict`: so is one that
 /// redistributes an argument without moving data.
+///
+/// Operators that refuse some values, as an index out of range, agree by one small reduction whether any rank
+/// refuses those it holds. That is implicit communication too: `warned` warns of it. No placement does without
+/// it but replicating what is looked at, and what comes out is the same; so `forbidden` is no error there:
+/// the ranks do not agree, and one that refuses its values raises alone.
 class TESSERA_API ImplicitCommunicationGuard {
  public:
   explicit ImplicitCommunicationGuard(ImplicitCommunication mode, bool strict = false);

@@ -35,6 +35,7 @@ class Planner {
       plan.asks_dtypes =
           !plan.strategy.has_local && !info_.is_random && may_refuse_dtypes_elsewhere(plan.strategy.inputs);
       plan.refuses_together = sees_different_values(plan.strategy);
+      consider_divisor(plan);
     } else {
       check_one_mesh();
     }
@@ -139,6 +140,22 @@ class Planner {
         return true;
     }
     return false;
+  }
+
+  /// Integers are refused to be divided by zero by ranks that compute something with that zero.
+  void consider_divisor(OpPlan& plan) const {
+    const std::string& name = resolved_.rule->divides_by;
+    if (name.empty() || call_.tensors[0].mesh().device_type() != at::kCPU) return;
+    const bool divides_integers =
+        std::all_of(call_.tensors.begin(), call_.tensors.end(), [](const Spec& spec) {
+          return spec.numel() > 0 && at::isIntegralType(spec.dtype(), /*includeBool=*/true);
+        });
+    if (!divides_integers) return;
+    const auto index = call_.tensor(name);
+    const bool all_see_it = !index || plan.strategy.inputs[*index].is_replicated();
+    if (all_see_it && !holds_nothing_somewhere(plan.strategy.inputs)) return;
+    plan.looks_at_divisor = all_see_it || call_.tensors[*index].is_replicated();
+    plan.refuses_together = !plan.looks_at_divisor;
   }
 
   void add_route(OpPlan& plan, size_t index) const {

@@ -35,6 +35,7 @@ struct OpPlan {
   bool in_doubt = false;           // fallback, as the operator may refuse arguments: not for other calls
   bool asks_dtypes = false;        // by_rule, on this rank: check_dtypes_as_first_rank
   bool refuses_together = false;   // by_rule: compute_or_refuse_together
+  bool looks_at_divisor = false;   // by_rule: check_divisor
   std::vector<InputRoute> routes;  // of each input
   std::vector<Spec> outputs;       // of the last call, likely to be those of the next
   std::vector<int64_t> offsets;    // by_rule, of an operator that returns views: see view_offsets

@@ -27,6 +27,8 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/any.h>
+#include <ATen/ops/eq.h>
 #include <c10/util/irange.h>
 
 namespace tessera {
@@ -96,6 +98,8 @@ class OperatorCall {
     if (info_.has_views && !plan_->by_rule) [[unlikely]]
       plan_->offsets =
           view_offsets(info_.op, arguments_.values(), distributed()[0].position, distributed()[0].spec());
+    if (plan_->looks_at_divisor) [[unlikely]]
+      check_divisor();
     Stack given;
     if (plan_->asks_dtypes) [[unlikely]]
       given = arguments_.with_tensors();
@@ -110,7 +114,7 @@ class OperatorCall {
       }
       strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
     };
-    if (plan_->refuses_together) [[unlikely]] {
+    if (plan_->refuses_together && agrees_on_refusal()) [[unlikely]] {
       compute_or_refuse_together(info_.name, mesh(), compute);
     } else {
       compute();
@@ -192,6 +196,37 @@ class OperatorCall {
     for (const size_t dim : c10::irange(route.slice->size()))
       offset += (*route.slice)[dim] * local.strides()[dim];
     return local.as_strided(route.plan.to.local_shape(), local.strides(), offset);
+  }
+
+  /// Throws if integers are divided by zero. The divisor is the same on all ranks, before it is redistributed
+  /// or after.
+  void check_divisor() const {
+    const std::string& name = resolved_.rule->divides_by;
+    const auto is_fraction = [](const IValue& value) {
+      if (value.isScalar()) return !value.toScalar().isIntegral(/*includeBool=*/true);
+      return value.isTensor() && value.toTensor().defined() &&
+             !at::isIntegralType(value.toTensor().scalar_type(), /*includeBool=*/true);
+    };
+    if (is_fraction(arguments_[0]) || is_fraction(arguments_[1])) return;
+    const auto position = static_cast<size_t>(*info_.schema.argumentIndexWithName(name));
+    IValue divisor = arguments_[position];
+    for (const DistributedArgument& argument : distributed()) {
+      if (argument.position == position)
+        divisor = argument.spec().is_replicated() ? argument.impl().local() : argument.local;
+    }
+    const bool has_zero =
+        divisor.isTensor() ? at::eq(divisor.toTensor(), 0).any().item<bool>() : divisor.toScalar().equal(0);
+    TESSERA_CHECK(!has_zero, info_.name, ": ZeroDivisionError: '", name,
+                  "' has a zero, by which integers cannot be divided.");
+  }
+
+  /// Ranks that are forbidden to communicate each refuse what they see by themselves.
+  bool agrees_on_refusal() const {
+    const ImplicitCommunication mode = implicit_communication();
+    if (mode == ImplicitCommunication::warned)
+      report(c10::str("ranks have to agree whether one of them refuses the values it holds",
+                      described_shardings()));
+    return mode != ImplicitCommunication::forbidden;
   }
 
   std::string described_shardings() const {

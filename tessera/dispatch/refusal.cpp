@@ -147,12 +147,20 @@ void throw_refusal(const c10::OperatorHandle& op, const Make& make) {
     std::rethrow_exception(error);
 }
 
-/// Whether some input has elements, and a rank none of them. `local_shape`: what that rank holds of an input.
-template <class Shape>
-bool holds_nothing(const std::vector<Spec>& inputs, const Shape& local_shape) {
-  return std::any_of(inputs.begin(), inputs.end(), [&](const Spec& spec) {
-    return spec.numel() > 0 && c10::multiply_integers(local_shape(spec)) == 0;
-  });
+/// How many elements the rank holds that holds the fewest. Strided shards are not short at the last rank only.
+int64_t smallest_share(const Spec& spec) {
+  const auto mesh_shape = spec.mesh().shape();
+  c10::DimVector coordinate(mesh_shape.size(), 0);
+  int64_t smallest = spec.numel();
+  while (true) {
+    smallest = std::min(smallest, c10::multiply_integers(spec.local_shape(coordinate)));
+    size_t m = 0;
+    for (; m < coordinate.size(); ++m) {
+      if (spec.placement(m).is_shard_like() && ++coordinate[m] < mesh_shape[m]) break;
+      coordinate[m] = 0;
+    }
+    if (smallest == 0 || m == coordinate.size()) return smallest;
+  }
 }
 
 /// Kinds of errors, which ranks exchange as integers.
@@ -210,10 +218,8 @@ void check_dtypes(const c10::OperatorHandle& op, const Stack& arguments) {
 }
 
 bool holds_nothing_somewhere(const std::vector<Spec>& inputs) {
-  return holds_nothing(inputs, [](const Spec& spec) {
-    c10::DimVector last(spec.mesh().shape().begin(), spec.mesh().shape().end());
-    for (int64_t& coordinate : last) --coordinate;
-    return spec.local_shape(last);
+  return std::any_of(inputs.begin(), inputs.end(), [](const Spec& spec) {
+    return spec.numel() > 0 && spec.is_sharded() && smallest_share(spec) == 0;
   });
 }
 
@@ -221,10 +227,10 @@ bool may_refuse_dtypes_elsewhere(const std::vector<Spec>& inputs) {
   const auto is_always_taken = [&](const Spec& spec) {
     return spec.dtype() == inputs[0].dtype() && (spec.dtype() == at::kFloat || spec.dtype() == at::kDouble);
   };
-  const auto here = [](const Spec& spec) {
-    return c10::DimVector(spec.local_shape().begin(), spec.local_shape().end());
-  };
-  return holds_nothing(inputs, here) && !std::all_of(inputs.begin(), inputs.end(), is_always_taken);
+  const bool holds_nothing = std::any_of(inputs.begin(), inputs.end(), [](const Spec& spec) {
+    return spec.numel() > 0 && c10::multiply_integers(spec.local_shape()) == 0;
+  });
+  return holds_nothing && !std::all_of(inputs.begin(), inputs.end(), is_always_taken);
 }
 
 void check_dtypes_as_first_rank(const c10::OperatorHandle& op, const Stack& arguments,

@@ -3,6 +3,7 @@
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/dtensor/gradient.h>
 #include <tessera/error.h>
+#include <tessera/ops/as_one.h>
 #include <tessera/placement/text.h>
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
@@ -155,6 +156,21 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
+/// A linear function of a dual tensor of forward-mode AD: that of its primal, and of its tangent.
+template <class Function>
+at::Tensor of_dual(const at::Tensor& dual, const Function& linear) {
+  const auto [primal, tangent] = at::_unpack_dual(dual, /*level=*/0);
+  return at::_make_dual(linear(primal), linear(tangent), /*level=*/0);
+}
+
+void check_linear(const Spec& spec, std::string_view what) {
+  for (const Placement& placement : spec.placements()) {
+    TESSERA_CHECK(!placement.is_partial() || is_linear(placement.op()), what, ": ", placement,
+                  " has no derivative of forward-mode AD, as it is not linear. Redistribute to R or S before "
+                  "the tensor becomes dual.");
+  }
+}
+
 /// Finds the global shape from the local tensors, and checks that it fits together on all of them.
 std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mesh,
                                   const Placements& placements) {
@@ -258,6 +274,9 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
   TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
                       "from_local: needs a plain tensor, but this one is ",
                       local.defined() ? "distributed already; use redistribute." : "undefined.");
+  if (has_tangent(local))
+    return DTensor(
+        of_dual(local, [&](const at::Tensor& t) { return from_local(t, mesh, placements, options); }));
   TESSERA_CHECK_VALUE(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: got ",
                       placements.size(), " placements ", c10::ArrayRef<Placement>(placements), " for ", mesh,
                       ", which has ", mesh.ndim(), " dims.");
@@ -290,6 +309,13 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
 }
 
 at::Tensor DTensor::to_local(OptionalPlacements grad_placements) const {
+  if (has_tangent(*this)) {
+    check_linear(spec(), "to_local");
+    return of_dual(*this, [&](const at::Tensor& t) {
+      const DTensor same = DTensor(t).redistribute(spec().placements(), in_order(spec().order()));
+      return same.to_local(grad_placements);
+    });
+  }
   return ToLocal::apply(static_cast<const at::Tensor&>(*this), remember(spec(), std::move(grad_placements)));
 }
 
@@ -298,6 +324,12 @@ DTensor DTensor::redistribute(Placements placements) const { return redistribute
 DTensor DTensor::redistribute(Placements placements, const RedistributeOptions& options) const {
   const Spec target = spec().with_placements(placements, options.order);
   if (target == spec() && options.forward_dtype.value_or(scalar_type()) == scalar_type()) return *this;
+  if (has_tangent(*this)) {
+    check_linear(spec(), "redistribute");
+    check_linear(target, "redistribute");
+    return DTensor(
+        of_dual(*this, [&](const at::Tensor& t) { return DTensor(t).redistribute(placements, options); }));
+  }
   auto memory = remember(target);
   memory->options = options;
   return DTensor(Redistribute::apply(static_cast<const at::Tensor&>(*this), std::move(memory)));

@@ -1,5 +1,4 @@
 #include <tessera/comm/collectives.h>
-#include <tessera/comm/joined.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/mask_runs.h>
 #include <tessera/redistribute/memory.h>
@@ -115,7 +114,7 @@ at::Tensor MaskRuns::spread(const at::Tensor& rows, int64_t size) const {
     values.push_back(received[i]);
   }
   comm::all_to_all(received, sent, ways.group).wait();
-  return joined(values);
+  return at::cat(values);
 }
 
 }  // namespace tessera::kernels

@@ -83,8 +83,9 @@ Table linalg_rules() {
        matrices({"B..,B.->B..,B..,B.."}, {{"unpack_pivots", false, {0}}, {"unpack_data", false, {1, 2}}})},
       {{"_linalg_eigh"}, matrices({"B..->B..,B.."}, {{"compute_v", false, {1}}})},
       {{"linalg_qr"}, matrices({"B..->B..,B.."}, {{"mode", "r", {0}}})},
-      // Tolerances are of a batch too, or of some of its dims.
-      {{"linalg_pinv.atol_rtol_tensor"}, Pattern{.letters = {"B..,B?,B?->B.."}, .inner = 2}},
+      // Tolerances are of a batch too, or of some of its dims. For those of nothing there is no other batch.
+      {{"linalg_pinv.atol_rtol_tensor"},
+       Pattern{.letters = {"B..,B?,B?->B.."}, .inner = 2, .never_empty = true}},
       {{"linalg_lstsq"},
        {"sharded along the dims before the last two, and evenly along the right sides",
         least_squares,

@@ -19,11 +19,11 @@ bool differ(Dtypes dtypes) {
 bool no_products(Dtypes dtypes) { return dtypes[0] == at::kBool || differ(dtypes); }
 bool no_convolution(Dtypes dtypes) { return not_floating(dtypes) || differ(dtypes); }
 bool no_image(Dtypes dtypes) { return dtypes[0] != at::kByte && not_one_float(dtypes); }
-/// Small floats may have parameters of float32. What is saved for the gradient may be bytes.
+/// Small floats may have parameters of float32.
 bool no_norm(Dtypes dtypes) {
   const bool takes_float = at::isReducedFloatingType(dtypes[0]);
   return not_floating(dtypes) || std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) {
-           return each != dtypes[0] && each != at::kByte && !(takes_float && each == at::kFloat);
+           return each != dtypes[0] && !(takes_float && each == at::kFloat);
          });
 }
 bool not_of_lapack(Dtypes dtypes) {

@@ -344,6 +344,9 @@ Stack renorm_by_norm(const c10::OperatorHandle& op, Stack arguments) {
 
 Table normalize_rules() {
   const Names by_sums{"amax", "exp", "sum"};
+  Rule with_reserve = by_native("native_batch_norm_backward", batch_norm_backward_with_reserve);
+  // The reserve is bytes. What is called instead looks at the others.
+  with_reserve.may_refuse_dtypes = [](Dtypes) { return false; };
   return {
       {{"_softmax"}, for_loss_parallel(softmax_rule(by_sums, softmax))},
       {{"_log_softmax"}, for_loss_parallel(softmax_rule(by_sums, log_softmax))},
@@ -368,7 +371,7 @@ Table normalize_rules() {
         "some of these write running statistics without saying so, which must not be redistributed then"}},
       {{"_batch_norm_with_update"}, by_native("_native_batch_norm_legit", batch_norm_with_update)},
       {{"_batch_norm_no_update"}, by_native("native_batch_norm", batch_norm_no_update)},
-      {{"batch_norm_backward"}, by_native("native_batch_norm_backward", batch_norm_backward_with_reserve)},
+      {{"batch_norm_backward"}, std::move(with_reserve)},
       {{"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"},
        composed({"clones of the statistics", "which the operator that writes gets"})},
       {{"native_batch_norm_backward"},

@@ -52,6 +52,16 @@ Rule any_pointwise() {
   return rule;
 }
 
+namespace {
+
+Rule division() {
+  Rule rule = any_pointwise();
+  rule.divides_by = "other";
+  return rule;
+}
+
+}  // namespace
+
 Table pointwise_rules() {
   // What reducing equal values leaves as it is.
   const std::vector<ReduceOp> equal_values{ReduceOp::avg, ReduceOp::min, ReduceOp::max};
@@ -76,7 +86,6 @@ Table pointwise_rules() {
         "hardtanh", "hardsigmoid"},
        Pointwise{.keeps = {ReduceOp::max, ReduceOp::min}}},
       {{"hardswish",
-        "floor_divide",
         "masked_fill.Scalar",
         "masked_fill.Tensor",
         "_prelu_kernel",
@@ -98,6 +107,9 @@ Table pointwise_rules() {
         "rrelu_with_noise_backward",
         "_add_relu.Tensor"},
        Pointwise{}},
+      {{"floor_divide", "div.Tensor_mode", "div.Scalar_mode", "remainder.Tensor", "remainder.Scalar",
+        "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar"},
+       division()},
       {{"log_sigmoid_forward"}, Decomposition{{"clamp_max", "exp", "log1p"}, log_sigmoid}},
       {{"detach", "alias", "lift_fresh", "lift", "detach_"}, AsItIs{.is_view = true}},
       {{"clone", "zero_", "_lazy_clone"}, AsItIs{}},

@@ -196,7 +196,9 @@ Rule bincount() {
           local.compute = [spec](const c10::OperatorHandle& op, Stack stack) {
             const NamedArguments arguments(op, stack);
             const at::Tensor x = arguments.tensor("self");
-            const int64_t bins = std::max(arguments["minlength"].toInt(), count_bins(x, spec));
+            const int64_t least = arguments["minlength"].toInt();
+            if (least < 0) op.callBoxed(stack);  // which refuses it
+            const int64_t bins = std::max(least, count_bins(x, spec));
             if (x.numel() == 0 && arguments.has("weights")) {
               // libtorch forgets of what type weights are if there are none.
               const auto given = arguments.tensor("weights").scalar_type();
@@ -260,6 +262,7 @@ std::optional<Strategies> segments(const OpCall& call) {
     const bool is_geometry = name == "lengths" || name == "offsets";
     einsum.inputs.emplace_back(all.begin(), is_geometry ? all.begin() + axis + 1 : all.end());
     const Spec& spec = call.tensors[i];
+    if (is_geometry && spec.dtype() != at::kInt && spec.dtype() != at::kLong) return std::nullopt;
     if (spec.ndim() != static_cast<int64_t>(einsum.inputs.back().size())) return std::nullopt;
     if (spec.shape().slice(0, axis) != x.shape().slice(0, axis)) return std::nullopt;
     if (is_geometry && !backward) shape[axis] = spec.shape()[axis] - (offsets ? 1 : 0);

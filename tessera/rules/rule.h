@@ -68,6 +68,9 @@ struct TESSERA_API Rule {
   /// elements of them, they agree by a small reduction whether any of them refuses, unless they communicate
   /// otherwise.
   std::vector<std::string> checks_values_of = {};
+  /// The argument by which the operator divides. Of integers it refuses a zero: all ranks look at one that is
+  /// the same on all of them; else they agree as above.
+  std::string divides_by = {};
   /// Of an operator that cannot be tried: whether it may refuse tensors of these dtypes. Null: it refuses
   /// none.
   bool (*may_refuse_dtypes)(c10::ArrayRef<at::ScalarType>) = nullptr;

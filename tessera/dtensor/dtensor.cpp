@@ -2,7 +2,6 @@
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
-#include <tessera/ops/as_one.h>
 #include <tessera/placement/text.h>
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
@@ -154,6 +153,9 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
+/// Whether forward-mode AD carries a tangent along with it.
+bool is_dual(const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+
 /// A linear function of a dual tensor of forward-mode AD: that of its primal, and of its tangent.
 template <class Function>
 at::Tensor of_dual(const at::Tensor& dual, const Function& linear) {
@@ -266,7 +268,7 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
   TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
                       "from_local: needs a plain tensor, but this one is ",
                       local.defined() ? "distributed already; use redistribute." : "undefined.");
-  if (has_tangent(local))
+  if (is_dual(local))
     return DTensor(
         of_dual(local, [&](const at::Tensor& t) { return from_local(t, mesh, placements, options); }));
   TESSERA_CHECK_VALUE(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: got ",
@@ -301,7 +303,7 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
 }
 
 at::Tensor DTensor::to_local(OptionalPlacements grad_placements) const {
-  if (has_tangent(*this)) {
+  if (is_dual(*this)) {
     check_linear(spec(), "to_local");
     return of_dual(*this, [&](const at::Tensor& t) {
       const DTensor same = DTensor(t).redistribute(spec().placements(), in_order(spec().order()));
@@ -316,7 +318,7 @@ DTensor DTensor::redistribute(Placements placements) const { return redistribute
 DTensor DTensor::redistribute(Placements placements, const RedistributeOptions& options) const {
   const Spec target = spec().with_placements(placements, options.order);
   if (target == spec() && options.forward_dtype.value_or(scalar_type()) == scalar_type()) return *this;
-  if (has_tangent(*this)) {
+  if (is_dual(*this)) {
     check_linear(spec(), "redistribute");
     check_linear(target, "redistribute");
     return DTensor(

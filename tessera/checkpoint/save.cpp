@@ -37,7 +37,8 @@ namespace {
 struct SaveJob {
   std::string path;
   SaveOptions options;
-  std::shared_ptr<const SavePlan> plan;
+  std::shared_ptr<const SavePlan> plan;  // of the tensors
+  Catalog catalog;                       // all leaves; the chunks are yet to be written
   std::vector<ElementsToWrite> elements;
 
   int64_t bytes() const {
@@ -100,6 +101,14 @@ std::shared_ptr<const SavePlan> make_plan(const Description& description, const 
   return last.plan;
 }
 
+/// What the ranks have that is no tensor. It changes from save to save, and is small. Collective.
+Catalog gather_values(const Description& mine, const Peers& peers) {
+  std::vector<Description> all;
+  for (const std::string& bytes : peers.all_gather(to_bytes(mine)))
+    all.push_back(description_from_bytes(bytes));
+  return plan_save(all).catalog;
+}
+
 /// The part of a box that is to be written, as a view.
 at::Tensor part_of(const LocalBoxView& box, const ChunkBox& wanted) {
   at::Tensor result = box.elements;
@@ -126,7 +135,7 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
   TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
                       "keep_last must not be negative, and file_limit must be positive.");
   const std::string what = "Saving to " + path;
-  SaveJob job{path, options, nullptr, {}};
+  SaveJob job{path, options, nullptr, {}, {}};
   Value values;
   std::map<std::string, StateLeaf> leaves;
   std::map<std::string, LocalTensor> local;
@@ -157,7 +166,18 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
     for (const LocalBoxView& box : tensor.boxes)
       description.boxes.push_back({box.offsets, box.elements.sizes().vec()});
   }
+  Description values_of_mine;
+  for (auto leaf = mine.begin(); leaf != mine.end();) {
+    const auto next = std::next(leaf);
+    if (!leaf->second.is_tensor) values_of_mine.insert(mine.extract(leaf));
+    leaf = next;
+  }
   job.plan = make_plan(mine, peers);
+  job.catalog = gather_values(values_of_mine, peers);
+  for (const auto& [key, leaf] : job.plan->catalog.leaves)
+    TESSERA_CHECK(job.catalog.leaves.emplace(key, leaf).second, "'", key,
+                  "' is a tensor on some ranks, but none on others. What differs from rank to rank needs "
+                  "keys of its own.");
   peers.together(what, [&] {
     for (const Write& write : job.plan->writes[peers.rank()])
       job.elements.push_back({write, part_of(local.at(write.key).boxes[write.source], write.box)});
@@ -295,8 +315,7 @@ void write_text(const std::string& path, const std::string& text) {
 }
 
 /// The catalog with what all ranks have written.
-Catalog complete(const SavePlan& plan, const std::vector<std::string>& written) {
-  Catalog catalog = plan.catalog;
+Catalog complete(Catalog catalog, const std::vector<std::string>& written) {
   for (const std::string& bytes : written) {
     for (WrittenChunk& each : written_from_bytes(bytes))
       std::get<TensorEntry>(catalog.leaves.at(each.key).content).chunks.push_back(std::move(each.chunk));
@@ -356,7 +375,7 @@ void execute(const SaveJob& job, const Peers& peers) {
   std::optional<HuggingFaceFiles> files;
   peers.together(what, [&] {
     if (job.options.format == Format::HuggingFace) {
-      files.emplace(fresh, job.plan->catalog, job.options.file_limit);
+      files.emplace(fresh, job.catalog, job.options.file_limit);
       if (is_first) files->create();
     }
   });
@@ -373,7 +392,7 @@ void execute(const SaveJob& job, const Peers& peers) {
         files->write(job.elements, meter);
         break;
       case Format::DCP:
-        written = write_dcp_file(fresh, peers.rank(), job.plan->catalog, job.elements, values, meter);
+        written = write_dcp_file(fresh, peers.rank(), job.catalog, job.elements, values, meter);
         break;
     }
     meter.finish();
@@ -385,7 +404,7 @@ void execute(const SaveJob& job, const Peers& peers) {
     if (job.options.format == Format::HuggingFace) {
       files->finish();
     } else {
-      const Catalog catalog = complete(*job.plan, all_written);
+      const Catalog catalog = complete(job.catalog, all_written);
       const bool is_dcp = job.options.format == Format::DCP;
       write_text(fresh + "/" + (is_dcp ? kDCPMetadataFile : kIndexFile),
                  is_dcp ? write_dcp_metadata(catalog, values) : write_index(catalog));

@@ -424,11 +424,18 @@ TEST(Save, PlansAreKept) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     StateDict state;
     state["w"] = distribute_tensor(at::ones({4, 4}), mesh, {Shard(0)});
-    for (int i = 0; i < 3; ++i) save(state, scratch / "x");
+    for (int i = 0; i < 3; ++i) {
+      state["step"] = i;
+      save(state, scratch / "x");
+    }
     EXPECT_EQ(save_plan_cache_info().hits, 2);
-    if (get_rank() == 0) state["only here"] = 1;
+    EXPECT_EQ(load(scratch / "x").at("step").integer(), 2);
+    if (get_rank() == 0) state["only here"] = at::ones({2});
     save(state, scratch / "x");
     EXPECT_EQ(save_plan_cache_info().misses, 2);
+    if (get_rank() == 0) state["step"] = at::ones({2});
+    EXPECT_THAT(error_of([&] { save(state, scratch / "x"); }), HasSubstr("'step' is a tensor on some ranks"));
+    if (get_rank() == 0) state["step"] = 2;
     LoadOptions lenient;
     lenient.strict = false;
     EXPECT_EQ(load(state, scratch / "x", lenient).unexpected.size(), 0u);

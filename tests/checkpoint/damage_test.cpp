@@ -311,7 +311,7 @@ TEST_P(Damage, ReplacedTexts) {
                     {"\"shape\":[5]", "\"shape\":[6]", "'plain'"},
                     {"\"length\":40", "\"length\":" + huge, "'plain'"},
                     {"\"length\":40", "\"length\":-40", "'plain'"},
-                    {"\"block\":", "\"block\":1", "multiple of 64"},
+                    {"\"block\":", "\"block\":-", "multiple of 16"},
                     {"\"offset\":", "\"offset\":9", "bytes"},
                     {"\"offset\":", "\"offset\":-", "negative position"},
                     {"\"int64\"", "\"int65\"", "'plain'"},

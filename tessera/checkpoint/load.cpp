@@ -263,7 +263,7 @@ std::optional<LoadReport> load_into(StateDict& state, const std::string& path, c
 }
 
 /// `state_for` makes, or finds, the state to load into. Collective.
-LoadReport load_together(const std::string& path, const LoadOptions& options, const Peers& peers,
+LoadReport load_together(const std::string& path, const LoadOptions& options, Peers& peers,
                          const std::function<StateDict&(const Catalog&)>& state_for) {
   peers.agree("load a checkpoint", {{"path", path},
                                     {"strict", options.strict ? "true" : "false"},
@@ -280,7 +280,7 @@ LoadReport load_together(const std::string& path, const LoadOptions& options, co
 }  // namespace
 
 LoadReport load(StateDict& state, const std::string& path, const LoadOptions& options) {
-  const Peers peers("checkpoint");
+  Peers peers("checkpoint");
   return load_together(path, options, peers, [&](const Catalog&) -> StateDict& { return state; });
 }
 
@@ -289,7 +289,7 @@ LoadReport load(StateDict&& state, const std::string& path, const LoadOptions& o
 }
 
 Value load(const std::string& path, const LoadOptions& options) {
-  const Peers peers("checkpoint");
+  Peers peers("checkpoint");
   StateDict state;
   load_together(path, options, peers, [&](const Catalog& catalog) -> StateDict& {
     state = StateDict();

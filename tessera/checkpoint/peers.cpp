@@ -1,11 +1,14 @@
 #include <tessera/checkpoint/peers.h>
+#include <tessera/checkpoint/processes.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/sharded/bytes.h>
 
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <set>
+#include <thread>
 
 #include <ATen/Functions.h>
 #include <c10/util/irange.h>
@@ -49,14 +52,43 @@ Peers::Peers(const std::string& purpose) {
 Peers::~Peers() = default;
 Peers::Peers(Peers&&) noexcept = default;
 
+std::string Peers::ended_ranks() const {
+  std::string text;
+  for (const auto rank : c10::irange(processes_.size())) {
+    if (has_ended(processes_[rank]))
+      text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " (", describe_process(processes_[rank]),
+                       ") has ended");
+  }
+  return text;
+}
+
+template <class Call>
+void Peers::communicate(const Call& call) const {
+  try {
+    call();
+  } catch (const std::exception&) {
+    const std::exception_ptr error = std::current_exception();
+    // A process closes its connections a moment before it counts as ended.
+    std::string ended = ended_ranks();
+    for (int i = 0; ended.empty() && !processes_.empty() && !world_->is_threads() && i < 20; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      ended = ended_ranks();
+    }
+    TESSERA_CHECK(ended.empty(), ended, ": ", message_of(error));
+    throw;
+  }
+}
+
 std::vector<std::string> Peers::all_gather(const std::string& mine) const {
   if (size_ == 1) return {mine};
   const at::Tensor sizes = at::empty({size_}, at::kLong);
-  comm::all_gather_into(sizes, at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), group_).wait();
+  communicate([&] {
+    comm::all_gather_into(sizes, at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), group_).wait();
+  });
   comm::Tensors all;
   for (const int64_t rank : c10::irange(size_))
     all.push_back(at::empty({sizes.const_data_ptr<int64_t>()[rank]}, at::kByte));
-  comm::all_gather(all, bytes_tensor(mine), group_).wait();
+  communicate([&] { comm::all_gather(all, bytes_tensor(mine), group_).wait(); });
   std::vector<std::string> result;
   for (const at::Tensor& tensor : all) result.push_back(bytes_of(tensor));
   return result;
@@ -65,9 +97,9 @@ std::vector<std::string> Peers::all_gather(const std::string& mine) const {
 std::string Peers::broadcast(const std::string& bytes) const {
   if (size_ == 1) return bytes;
   const at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
-  comm::broadcast(size, 0, group_).wait();
+  communicate([&] { comm::broadcast(size, 0, group_).wait(); });
   const at::Tensor all = rank_ == 0 ? bytes_tensor(bytes) : at::empty({size.item<int64_t>()}, at::kByte);
-  comm::broadcast(all, 0, group_).wait();
+  communicate([&] { comm::broadcast(all, 0, group_).wait(); });
   return bytes_of(all);
 }
 
@@ -76,21 +108,25 @@ void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<
     received[0].copy_(sent[0]);
     return;
   }
-  comm::all_to_all(received, sent, group_).wait();
+  communicate([&] { comm::all_to_all(received, sent, group_).wait(); });
 }
 
-void Peers::agree(const std::string& task,
-                  const std::vector<std::pair<std::string, std::string>>& options) const {
+void Peers::agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) {
   sharded::ByteWriter out;
+  out.put(std::string_view(this_process()));
   out.put(std::string_view(task));
   for (const auto& [name, text] : options) out.put(std::string_view(text));
   const auto all = all_gather(out.take());
   const auto texts_of = [](std::string_view bytes, size_t count) {
     sharded::ByteReader in(bytes, "what a rank came for");
     std::vector<std::string> texts;
+    in.get_text();  // which process it is
     while (texts.size() < count) texts.emplace_back(in.get_text());
     return texts;
   };
+  processes_.clear();
+  for (const std::string& bytes : all)
+    processes_.emplace_back(sharded::ByteReader(bytes, "what a rank came for").get_text());
   for (const int64_t rank : c10::irange(size_)) {
     const std::string first = texts_of(all[0], 1)[0], other = texts_of(all[rank], 1)[0];
     TESSERA_CHECK_VALUE(first == other, "Rank 0 came to ", first, ", but rank ", rank, " to ", other,

@@ -124,8 +124,8 @@ bool has_partial(const at::Tensor& tensor) {
 }
 
 /// Collective. `take_elements` is called with the job when it is complete but for what it may do to the elements.
-SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptions& options,
-                const Peers& peers, const std::function<void(SaveJob&)>& take_elements = {}) {
+SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptions& options, Peers& peers,
+                const std::function<void(SaveJob&)>& take_elements = {}) {
   const at::NoGradGuard no_grad;
   peers.agree("save a checkpoint", {{"path", path},
                                     {"format", format_name(options.format)},
@@ -472,8 +472,9 @@ void take_snapshot(SaveJob& job, at::Tensor& memory) {
 }  // namespace
 
 void save(const StateDict& state, const std::string& path, const SaveOptions& options) {
-  const Peers peers("checkpoint");
-  execute(prepare(state, path, options, peers), peers);
+  Peers peers("checkpoint");
+  const SaveJob job = prepare(state, path, options, peers);
+  execute(job, peers);
 }
 
 std::string latest(const std::string& directory) {
@@ -529,14 +530,16 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
     last.wait();
   }
   at::Tensor memory;
-  SaveJob job = prepare(state, path, options, Peers("checkpoint"),
-                        [&](SaveJob& complete) { take_snapshot(complete, memory); });
+  Peers peers("checkpoint"), background("checkpoint in the background");
+  SaveJob job =
+      prepare(state, path, options, peers, [&](SaveJob& complete) { take_snapshot(complete, memory); });
+  background.know(peers);
   std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
   last = std::async(std::launch::async, [job = std::move(job), memory, world,
-                                         peers = Peers("checkpoint in the background")]() mutable {
+                                         background = std::move(background)]() mutable {
            // What the job holds goes with it, not only when the next one replaces it in `last`.
            const SaveJob mine = std::move(job);
-           const Peers mates = std::move(peers);
+           const Peers mates = std::move(background);
            const std::shared_ptr<World> here = std::move(world);
            std::optional<WorldScope> scope;
            if (here) scope.emplace(here);

@@ -214,7 +214,8 @@ TEST(Kill, OneOfTwoRanksAtEveryCall) {
     EXPECT_TRUE(survivor.ok()) << "ended with code " << survivor.exit_code << ", signal " << survivor.signal
                                << ": " << survivor.output;
     EXPECT_THAT(survivor.output, HasSubstr("error: Saving to " + path + " failed"));
-    EXPECT_THAT(survivor.output, HasSubstr("rank"));
+    EXPECT_THAT(survivor.output, HasSubstr(c10::str("rank ", rank, " (process ")));
+    EXPECT_THAT(survivor.output, HasSubstr(") has ended"));
     EXPECT_THAT(load_number(path, format), AnyOf(1, 2));
     // Rank 0 cleans up if it can.
     if (rank == 1) EXPECT_THAT(names_in(directory.path()), ElementsAre("x"));

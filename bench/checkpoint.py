@@ -6,6 +6,7 @@ Prints seconds; with --torch FILE, also writes them into a file for bench_checkp
 import argparse
 import os
 import shutil
+import socket
 import tempfile
 import time
 import warnings
@@ -55,7 +56,10 @@ def main() -> None:
     for place, parent in {"disk": options.directory, "memory": "/dev/shm"}.items():
         directory = tempfile.mkdtemp(prefix="dcp_", dir=parent)
         results = mp.Manager().dict()
-        mp.spawn(rank_main, (29771 + len(lines), options.mebibytes, directory, results), nprocs=RANKS)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mp.spawn(rank_main, (port, options.mebibytes, directory, results), nprocs=RANKS)
         shutil.rmtree(directory)
         for what, seconds in results.items():
             print(f"torch DCP {what} of {options.mebibytes} MiB, {place}: {seconds:.3f} s")

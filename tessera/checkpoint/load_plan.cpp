@@ -12,8 +12,8 @@ namespace tessera::checkpoint {
 
 namespace {
 
-/// What is read for several ranks is dealt out in stretches of this size, and sent in as many messages.
-constexpr int64_t kSharedStretch = 8 << 20;
+/// What is read for several ranks is divided among them in ranges of this size.
+constexpr int64_t kSharedReadBytes = 8 << 20;
 
 /// Blocks [begin, end) of a chunk that a rank needs.
 struct Interval {
@@ -38,7 +38,7 @@ void add_intervals(const Runs& runs, int64_t element_size, int64_t block, int64_
   }
 }
 
-/// Adds a read for each stretch that the same ranks need; its reader is yet to be chosen.
+/// Adds a read for each range of blocks that the same ranks need; its reader is yet to be chosen.
 void add_reads(const std::string& key, size_t index, int64_t bytes, int64_t block,
                const std::vector<Interval>& intervals, std::vector<Read>& reads) {
   std::vector<std::tuple<int64_t, bool, int64_t>> events;  // position, begins, rank
@@ -65,7 +65,7 @@ void add_reads(const std::string& key, size_t index, int64_t bytes, int64_t bloc
     read.needed_by.assign(active.begin(), active.end());
     read.needed_by.erase(std::unique(read.needed_by.begin(), read.needed_by.end()), read.needed_by.end());
     const int64_t end = std::min(std::get<0>(events[i]) * block, bytes);
-    const int64_t step = read.is_shared() ? std::max(kSharedStretch / block, int64_t{1}) * block : end;
+    const int64_t step = read.is_shared() ? std::max(kSharedReadBytes / block, int64_t{1}) * block : end;
     for (int64_t begin = position * block; begin < end; begin += step) {
       read.begin = begin;
       read.end = std::min(begin + step, end);

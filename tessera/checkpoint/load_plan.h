@@ -11,7 +11,7 @@
 /// files and no communication here.
 namespace tessera::checkpoint {
 
-/// A stretch of a chunk that one rank reads.
+/// A range of a chunk's bytes that one rank reads.
 struct Read {
   std::string key;
   size_t chunk = 0;

@@ -158,7 +158,7 @@ void Peers::together(const std::string& what, const std::function<void()>& work)
   } catch (const std::exception&) {
     const std::string lost = message_of(std::current_exception());
     TESSERA_CHECK(!error, what, " failed on rank ", rank_, ": ", message_of(error),
-                  "\nThe other ranks could not be told: ", lost);
+                  "\nThe other ranks could not be notified: ", lost);
     TESSERA_CHECK(false, what, " failed, as another rank did not answer: ", lost);
   }
   std::string message;

@@ -17,7 +17,7 @@ namespace tessera::checkpoint {
 /// computes.
 class Peers {
  public:
-  /// Collective the first time. `purpose` tells apart what may be under way at the same time.
+  /// Collective the first time. What may be under way at the same time needs different purposes.
   explicit Peers(const std::string& purpose);
   ~Peers();
   Peers(Peers&&) noexcept;

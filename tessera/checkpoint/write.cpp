@@ -18,7 +18,7 @@ namespace tessera::checkpoint {
 namespace {
 
 /// What is handed to the system at once: it stays in the processor's cache between the checksum and the copy.
-constexpr size_t kStretch = 1 << 20;
+constexpr size_t kSpanBytes = 1 << 20;
 
 bool lies_row_major(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -30,7 +30,7 @@ std::string numbered(const char* format, int64_t rank, int64_t number) {
   return name;
 }
 
-/// Checksums of bytes that come in stretches.
+/// Checksums of bytes that come in spans.
 class ChecksumsInBlocks {
  public:
   explicit ChecksumsInBlocks(int64_t length) { result_.block = checksum_block(length); }
@@ -90,7 +90,7 @@ void write_native_file(const std::string& directory, const std::string& name,
   for (const auto i : c10::irange(entries.size())) {
     int64_t position = entries[i].offset;
     ChecksumsInBlocks checksums(entries[i].length);
-    for_each_stretch(elements[i]->elements, [&](const char* data, size_t size) {
+    for_each_span(elements[i]->elements, [&](const char* data, size_t size) {
       checksums.add(data, size);
       file.write(position, data, size);
       position += static_cast<int64_t>(size);
@@ -132,32 +132,32 @@ std::vector<WrittenChunk> written_from_bytes(std::string_view bytes) {
   return chunks;
 }
 
-void for_each_stretch(const at::Tensor& elements,
-                      const std::function<void(const char* data, size_t size)>& use) {
+void for_each_span(const at::Tensor& elements,
+                   const std::function<void(const char* data, size_t size)>& use) {
   if (elements.numel() == 0) return;
   if (lies_row_major(elements)) {
     const char* data = static_cast<const char*>(elements.const_data_ptr());
     const size_t size = elements.nbytes();
-    for (size_t begin = 0; begin < size; begin += kStretch)
-      use(data + begin, std::min(kStretch, size - begin));
+    for (size_t begin = 0; begin < size; begin += kSpanBytes)
+      use(data + begin, std::min(kSpanBytes, size - begin));
     return;
   }
   const int64_t rows = elements.dim() == 0 ? 1 : elements.size(0);
   const int64_t row_bytes = static_cast<int64_t>(elements.nbytes()) / rows;
   if (rows > 1 && row_bytes < static_cast<int64_t>(elements.nbytes())) {
     const int64_t step =
-        std::max<int64_t>(static_cast<int64_t>(kStretch) / std::max<int64_t>(row_bytes, 1), 1);
+        std::max<int64_t>(static_cast<int64_t>(kSpanBytes) / std::max<int64_t>(row_bytes, 1), 1);
     if (step < rows) {
       for (int64_t row = 0; row < rows; row += step)
-        for_each_stretch(elements.narrow(0, row, std::min(step, rows - row)), use);
+        for_each_span(elements.narrow(0, row, std::min(step, rows - row)), use);
       return;
     }
   } else if (rows == 1 && elements.dim() > 1) {
-    return for_each_stretch(elements.squeeze(0), use);
+    return for_each_span(elements.squeeze(0), use);
   }
   at::Tensor copy = at::empty(elements.sizes(), elements.options().device(at::kCPU));
   copy.copy_(elements);
-  for_each_stretch(copy, use);
+  for_each_span(copy, use);
 }
 
 std::vector<WrittenChunk> write_native_files(const std::string& directory, int64_t rank,
@@ -202,7 +202,7 @@ std::vector<WrittenChunk> write_dcp_file(const std::string& directory, int64_t r
     const std::string before = make_torch_archive(dtype, written.chunk.sizes, length, 0).before;
     append(before.data(), before.size());
     uint32_t checksum = 0;
-    for_each_stretch(each.elements, [&](const char* data, size_t size) {
+    for_each_span(each.elements, [&](const char* data, size_t size) {
       checksum = zip_crc32(data, size, checksum);
       append(data, size);
       meter.add(static_cast<int64_t>(size));
@@ -292,7 +292,7 @@ void HuggingFaceFiles::write(const std::vector<ElementsToWrite>& elements, Progr
     const std::vector<int64_t> origin(tensor.shape.size(), 0);
     const Runs runs(origin, tensor.shape, each.write.box.offsets, each.write.box.sizes);
     int64_t done = 0;  // bytes of the box, which come in order
-    for_each_stretch(each.elements, [&](const char* data, size_t size) {
+    for_each_span(each.elements, [&](const char* data, size_t size) {
       int64_t index = done / (runs.length() * element_size);
       for (size_t used = 0; used < size; ++index) {
         const Runs::Run run = runs.at(index);

@@ -30,10 +30,9 @@ struct WrittenChunk {
 std::string to_bytes(const std::vector<WrittenChunk>& chunks);
 std::vector<WrittenChunk> written_from_bytes(std::string_view bytes);
 
-/// Calls `use` with the bytes of a tensor's elements in row-major order, in stretches. Elements that lie so in
+/// Calls `use` with the bytes of a tensor's elements in row-major order, in spans. Elements that lie so in
 /// memory of the CPU are not copied.
-void for_each_stretch(const at::Tensor& elements,
-                      const std::function<void(const char* data, size_t size)>& use);
+void for_each_span(const at::Tensor& elements, const std::function<void(const char* data, size_t size)>& use);
 
 /// Into data_<rank>_<n>.safetensors: as many files as one tensor has chunks, so that each name is in a file once. The
 /// files are on the disk when it returns.

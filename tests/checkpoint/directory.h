@@ -2,35 +2,16 @@
 
 #include <tessera/checkpoint/file.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <string>
 
-#include <c10/util/Exception.h>
+#include "tests/checkpoint/scratch.h"
 
 namespace tessera::checkpoint {
 
-/// A new directory, removed with all that is in it at the end.
-class TemporaryDirectory {
+/// For tests that inject faults: there are none any more when it goes.
+class TemporaryDirectory : public Scratch {
  public:
-  TemporaryDirectory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "tessera_checkpoint_XXXXXX").string();
-    TORCH_CHECK(::mkdtemp(pattern.data()), "Could not make a temporary directory.");
-    path_ = pattern;
-  }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-  ~TemporaryDirectory() {
-    set_file_fault({});
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-
-  const std::string& path() const { return path_; }
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
+  ~TemporaryDirectory() { set_file_fault({}); }
 };
 
 inline void write_text(const std::string& path, const std::string& text) {

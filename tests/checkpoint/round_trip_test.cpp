@@ -42,7 +42,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// How a tensor lies on ranks.
-struct Way {
+struct RankLayout {
   std::vector<int64_t> mesh;
   Placements placements;
   ShardOrder order;
@@ -54,53 +54,53 @@ struct Way {
   }
 };
 
-at::Tensor distribute(const at::Tensor& full, const Way& way) {
-  if (way.mesh.empty()) return full.clone();
-  const DeviceMesh mesh = init_device_mesh(at::kCPU, way.mesh);
+at::Tensor distribute(const at::Tensor& full, const RankLayout& layout) {
+  if (layout.mesh.empty()) return full.clone();
+  const DeviceMesh mesh = init_device_mesh(at::kCPU, layout.mesh);
   DTensor tensor = distribute_tensor(full, mesh, replicated(mesh), std::nullopt);
   DTensor::RedistributeOptions options;
-  options.order = {way.order.begin(), way.order.end()};
-  return tensor.redistribute(way.placements, options);
+  options.order = {layout.order.begin(), layout.order.end()};
+  return tensor.redistribute(layout.placements, options);
 }
 
-void on_ranks(const Way& way, const std::function<void()>& body) {
-  if (way.mesh.empty()) return body();
-  run(c10::multiply_integers(way.mesh), body);
+void on_ranks(const RankLayout& layout, const std::function<void()>& body) {
+  if (layout.mesh.empty()) return body();
+  run(c10::multiply_integers(layout.mesh), body);
 }
 
 /// All layouts of a 2-d tensor on meshes of 1 to 6 ranks, and none at all.
-std::vector<Way> all_ways() {
-  std::vector<Way> ways{{}};
+std::vector<RankLayout> all_rank_layouts() {
+  std::vector<RankLayout> layouts{{}};
   for (const std::vector<int64_t>& mesh :
        std::vector<std::vector<int64_t>>{{1}, {2}, {3}, {4}, {5}, {6}, {2, 2}, {2, 3}}) {
     for (const Placements& placements :
          tessera::testing::all_placements(static_cast<int64_t>(mesh.size()), 2, false))
-      ways.push_back({mesh, placements, {}});
+      layouts.push_back({mesh, placements, {}});
   }
-  ways.push_back({{2, 2}, {Shard(0), Shard(0)}, {1, 0}});
-  ways.push_back({{2, 2}, {StridedShard(0, 2), Shard(0)}, {}});
-  ways.push_back({{3}, {StridedShard(1, 2)}, {}});
-  ways.push_back({{2, 3}, {Replicate(), StridedShard(0, 3)}, {}});
-  return ways;
+  layouts.push_back({{2, 2}, {Shard(0), Shard(0)}, {1, 0}});
+  layouts.push_back({{2, 2}, {StridedShard(0, 2), Shard(0)}, {}});
+  layouts.push_back({{3}, {StridedShard(1, 2)}, {}});
+  layouts.push_back({{2, 3}, {Replicate(), StridedShard(0, 3)}, {}});
+  return layouts;
 }
 
 TEST(RoundTrip, FromEveryLayoutToEveryOther) {
   const Scratch scratch;
   // Even, uneven, with empty shards, with no elements.
   const std::vector<std::vector<int64_t>> shapes{{12, 12}, {7, 5}, {2, 9}, {0, 3}};
-  const auto ways = all_ways();
-  for (size_t i = 0; i < ways.size(); ++i) {
+  const auto layouts = all_rank_layouts();
+  for (size_t i = 0; i < layouts.size(); ++i) {
     const std::string path = scratch / ("from-" + std::to_string(i));
-    on_ranks(ways[i], [&] {
+    on_ranks(layouts[i], [&] {
       StateDict state;
       for (size_t k = 0; k < shapes.size(); ++k)
-        state["w" + std::to_string(k)] = distribute(values_of(shapes[k], at::kFloat), ways[i]);
+        state["w" + std::to_string(k)] = distribute(values_of(shapes[k], at::kFloat), layouts[i]);
       save(state, path);
     });
   }
-  for (const Way& to : ways) {
+  for (const RankLayout& to : layouts) {
     on_ranks(to, [&] {
-      for (size_t i = 0; i < ways.size(); ++i) {
+      for (size_t i = 0; i < layouts.size(); ++i) {
         StateDict state;
         for (size_t k = 0; k < shapes.size(); ++k)
           state["w" + std::to_string(k)] = distribute(at::full(shapes[k], -1.0f), to);
@@ -109,7 +109,7 @@ TEST(RoundTrip, FromEveryLayoutToEveryOther) {
           const at::Tensor& loaded = state.at("w" + std::to_string(k)).tensor();
           const at::Tensor full = to.mesh.empty() ? loaded : DTensor(loaded).full_tensor();
           EXPECT_TRUE(same_bits(full, values_of(shapes[k], at::kFloat)))
-              << ways[i].str() << " -> " << to.str() << " shape " << c10::IntArrayRef(shapes[k]);
+              << layouts[i].str() << " -> " << to.str() << " shape " << c10::IntArrayRef(shapes[k]);
         }
       }
     });

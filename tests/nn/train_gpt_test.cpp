@@ -1,5 +1,8 @@
 // The demo as processes: the same program under a launcher.
 
+#include <filesystem>
+
+#include "tests/checkpoint/scratch.h"
 #include "tests/support/ranks.h"
 
 namespace tessera {
@@ -14,6 +17,26 @@ TEST(TrainGpt, RunsAsProcesses) {
   EXPECT_THAT(results[0].output, ::testing::HasSubstr("4 ranks over \"gloo\" as mesh(dp=2, tp=2)"));
   EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
   EXPECT_EQ(results[1].output, "");
+}
+
+/// Stopped after five steps on four processes, and resumed on two with another mesh: the losses of one device that was never
+/// interrupted.
+TEST(TrainGpt, GoesOnFromACheckpointOnAnotherMesh) {
+  const checkpoint::Scratch scratch;
+  const auto train = [](int64_t ranks, const std::vector<std::string>& options) {
+    std::vector<std::string> command{TESSERA_TRAIN_GPT, "--steps", "8",       "--width", "32",
+                                     "--context",       "16",      "--batch", "4"};
+    command.insert(command.end(), options.begin(), options.end());
+    auto results = support::spawn(ranks, command, {});
+    testing::expect_ok(results);
+    return results[0].output;
+  };
+  EXPECT_THAT(train(4, {"--save", scratch.path(), "--save-every", "2", "--stop-after", "5"}),
+              ::testing::HasSubstr("All 5 losses agree"));
+  EXPECT_THAT(train(2, {"--resume", scratch.path(), "--mesh", "tp=2"}),
+              ::testing::AllOf(::testing::HasSubstr("resumed from " + (scratch / "step-5")),
+                               ::testing::HasSubstr("All 3 losses agree")));
+  EXPECT_TRUE(std::filesystem::exists(scratch / "step-2"));
 }
 
 TEST(TrainGpt, SaysWhatIsWrong) {

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -701,3 +702,25 @@ def test_transformers(tmp_path, shards):
     again = type(original).from_pretrained(tmp_path / "ours")
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, original.get_parameter(name)), name
+
+
+def test_their_tensors_in_any_memory_order_and_objects_that_are_not_wanted(tmp_path):
+    transposed = torch.arange(12.0).reshape(3, 4).t()
+    images = torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    path = tmp_path / "dcp"
+    dcp.save({"t": transposed, "c": images, "o": numpy.ones(3)}, checkpoint_id=path)
+
+    def main():
+        mesh = init_device_mesh("cpu", (2,))
+        state = {
+            "t": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]),
+            "c": distribute_tensor(torch.zeros(2, 3, 4, 4), mesh, [Replicate()]),
+        }
+        report = checkpoint.load(state, path, strict=False)
+        assert report.unexpected == ["o"]
+        assert torch.equal(state["t"].full_tensor(), transposed)
+        assert torch.equal(state["c"].full_tensor(), images)
+
+    tessera.run(2, main)
+    with pytest.raises(RuntimeError, match="Python object of type numpy"):
+        checkpoint.load_full(path)

@@ -4,6 +4,7 @@
 #include <tessera/error.h>
 #include <tessera/sharded/bytes.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -17,14 +18,44 @@ namespace tessera::checkpoint {
 
 namespace {
 
-at::Tensor bytes_tensor(const std::string& bytes) {
+at::Tensor bytes_tensor(std::string_view bytes) {
   at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
   if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
   return tensor;
 }
 
-std::string bytes_of(const at::Tensor& tensor) {
+std::string_view view_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(tensor.numel())};
+}
+
+// Bytes whose number the others do not know are sent in two parts: the first, of fixed size, says how many there are,
+// and holds all of them if they are few, as most are. Then the second is not sent.
+constexpr int64_t kFirstBytes = 1024;
+constexpr size_t kFirstContent = kFirstBytes - sizeof(int64_t);
+
+at::Tensor first_part(const std::string& bytes) {
+  at::Tensor first = at::zeros({kFirstBytes}, at::kByte);
+  auto* const data = static_cast<char*>(first.mutable_data_ptr());
+  const auto length = static_cast<int64_t>(bytes.size());
+  std::memcpy(data, &length, sizeof length);
+  std::memcpy(data + sizeof length, bytes.data(), std::min(bytes.size(), kFirstContent));
+  return first;
+}
+
+size_t length_in(const at::Tensor& first) {
+  int64_t length = 0;
+  std::memcpy(&length, first.const_data_ptr(), sizeof length);
+  return static_cast<size_t>(length);
+}
+
+std::string content_of(const at::Tensor& first) {
+  return std::string(view_of(first).substr(sizeof(int64_t), std::min(length_in(first), kFirstContent)));
+}
+
+/// Memory for the second part.
+at::Tensor rest_after(const at::Tensor& first) {
+  const size_t length = length_in(first);
+  return at::empty({static_cast<int64_t>(length - std::min(length, kFirstContent))}, at::kByte);
 }
 
 std::string message_of(const std::exception_ptr& error) {
@@ -81,26 +112,33 @@ void Peers::communicate(const Call& call) const {
 
 std::vector<std::string> Peers::all_gather(const std::string& mine) const {
   if (size_ == 1) return {mine};
-  const at::Tensor sizes = at::empty({size_}, at::kLong);
-  communicate([&] {
-    comm::all_gather_into(sizes, at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), group_).wait();
-  });
-  comm::Tensors all;
-  for (const int64_t rank : c10::irange(size_))
-    all.push_back(at::empty({sizes.const_data_ptr<int64_t>()[rank]}, at::kByte));
-  communicate([&] { comm::all_gather(all, bytes_tensor(mine), group_).wait(); });
+  const at::Tensor firsts = at::empty({size_, kFirstBytes}, at::kByte);
+  communicate([&] { comm::all_gather_into(firsts, first_part(mine), group_).wait(); });
   std::vector<std::string> result;
-  for (const at::Tensor& tensor : all) result.push_back(bytes_of(tensor));
+  comm::Tensors rests;
+  bool is_complete = true;
+  for (const int64_t rank : c10::irange(size_)) {
+    result.push_back(content_of(firsts[rank]));
+    rests.push_back(rest_after(firsts[rank]));
+    is_complete = is_complete && rests.back().numel() == 0;
+  }
+  if (is_complete) return result;
+  const at::Tensor rest = bytes_tensor(std::string_view(mine).substr(std::min(mine.size(), kFirstContent)));
+  communicate([&] { comm::all_gather(rests, rest, group_).wait(); });
+  for (const int64_t rank : c10::irange(size_)) result[rank] += view_of(rests[rank]);
   return result;
 }
 
 std::string Peers::broadcast(const std::string& bytes) const {
   if (size_ == 1) return bytes;
-  const at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
-  communicate([&] { comm::broadcast(size, 0, group_).wait(); });
-  const at::Tensor all = rank_ == 0 ? bytes_tensor(bytes) : at::empty({size.item<int64_t>()}, at::kByte);
-  communicate([&] { comm::broadcast(all, 0, group_).wait(); });
-  return bytes_of(all);
+  const at::Tensor first = first_part(bytes);
+  communicate([&] { comm::broadcast(first, 0, group_).wait(); });
+  std::string result = content_of(first);
+  at::Tensor rest = rest_after(first);
+  if (rest.numel() == 0) return result;
+  if (rank_ == 0) rest = bytes_tensor(std::string_view(bytes).substr(kFirstContent));
+  communicate([&] { comm::broadcast(rest, 0, group_).wait(); });
+  return result += view_of(rest);
 }
 
 void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const {
@@ -142,19 +180,28 @@ void Peers::agree(const std::string& task, const std::vector<std::pair<std::stri
 }
 
 void Peers::together(const std::string& what, const std::function<void()>& work) const {
+  gather_together(what, [&] {
+    work();
+    return std::string();
+  });
+}
+
+std::vector<std::string> Peers::gather_together(const std::string& what,
+                                                const std::function<std::string()>& work) const {
+  std::string mine;
   std::exception_ptr error;
   try {
-    work();
+    mine = work();
   } catch (...) {
     error = std::current_exception();
   }
   if (size_ == 1) {
     if (error) std::rethrow_exception(error);
-    return;
+    return {mine};
   }
-  std::vector<std::string> failures;
+  std::vector<std::string> results;  // each after a letter that says whether it is an error
   try {
-    failures = all_gather(error ? "!" + message_of(error) : "");
+    results = all_gather(error ? "!" + message_of(error) : "." + mine);
   } catch (const std::exception&) {
     const std::string lost = message_of(std::current_exception());
     TESSERA_CHECK(!error, what, " failed on rank ", rank_, ": ", message_of(error),
@@ -164,11 +211,13 @@ void Peers::together(const std::string& what, const std::function<void()>& work)
   std::string message;
   std::set<std::string> said;  // the same on many ranks is said once
   for (const int64_t rank : c10::irange(size_)) {
-    if (failures[rank].empty() || !said.insert(failures[rank]).second) continue;
-    message +=
-        c10::str(message.empty() ? "" : "\n", what, " failed on rank ", rank, ": ", failures[rank].substr(1));
+    const bool has_failed = results[rank].front() == '!';
+    results[rank].erase(0, 1);
+    if (!has_failed || !said.insert(results[rank]).second) continue;
+    message += c10::str(message.empty() ? "" : "\n", what, " failed on rank ", rank, ": ", results[rank]);
   }
   TESSERA_CHECK(message.empty(), message);
+  return results;
 }
 
 }  // namespace tessera::checkpoint

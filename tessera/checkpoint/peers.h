@@ -43,6 +43,9 @@ class Peers {
   /// Calls `work`. If it threw on any rank, throws on every rank, saying `what` failed, on which rank and why.
   /// Collective.
   void together(const std::string& what, const std::function<void()>& work) const;
+  /// The same, with what it returned on each rank, by rank.
+  std::vector<std::string> gather_together(const std::string& what,
+                                           const std::function<std::string()>& work) const;
 
  private:
   int64_t rank_ = 0;

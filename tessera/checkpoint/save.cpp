@@ -7,6 +7,7 @@
 #include <tessera/checkpoint/native.h>
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/peers.h>
+#include <tessera/checkpoint/publisher.h>
 #include <tessera/checkpoint/save_plan.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/checkpoint/write.h>
@@ -16,13 +17,11 @@
 #include <tessera/sharded/bytes.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 #include <future>
 #include <iostream>
 #include <mutex>
 #include <optional>
-#include <random>
 
 #include <ATen/Functions.h>
 #include <c10/util/hash.h>
@@ -71,42 +70,43 @@ LastPlan& last_plan() {
   return last;
 }
 
-/// Collective.
-std::shared_ptr<const SavePlan> make_plan(const Description& description, const Peers& peers) {
+/// What all ranks save.
+struct Agreed {
+  std::shared_ptr<const SavePlan> plan;  // of the tensors
+  Catalog values;                        // what is no tensor: it changes from save to save, and is small
+};
+
+/// From what this rank has. Collective.
+Agreed make_plan(const Description& tensors, const Description& values, const Peers& peers) {
   LastPlan& last = last_plan();
   // Another world may have ranks with the same descriptions, in another order.
-  const std::string mine = to_bytes(description);
+  const std::string mine = to_bytes(tensors);
   const std::string known_as = c10::str(peers.rank(), " of ", peers.size(), ": ", mine);
-  sharded::ByteWriter id;
-  id.put(known_as == last.description ? last.id : uint64_t{0});
-  const auto ids = peers.all_gather(id.take());
-  const bool is_known =
-      last.plan && known_as == last.description &&
-      std::all_of(ids.begin(), ids.end(), [&](const std::string& other) { return other == ids[0]; });
-  if (is_known) {
-    ++last.info.hits;
-    return last.plan;
+  sharded::ByteWriter out;
+  out.put(known_as == last.description ? last.id : uint64_t{0});
+  out.put(std::string_view(to_bytes(values)));
+  std::vector<uint64_t> ids;
+  std::vector<Description> all_values;
+  for (const std::string& bytes : peers.all_gather(out.take())) {
+    sharded::ByteReader in(bytes, "what a rank saves");
+    ids.push_back(in.get<uint64_t>());
+    all_values.push_back(description_from_bytes(in.get_text()));
   }
-  ++last.info.misses;
-  const auto all = peers.all_gather(mine);
+  Agreed agreed{last.plan, plan_save(all_values).catalog};
+  const bool is_known = last.plan && known_as == last.description &&
+                        std::all_of(ids.begin(), ids.end(), [&](uint64_t id) { return id == ids[0]; });
+  ++(is_known ? last.info.hits : last.info.misses);
+  if (is_known) return agreed;
   std::vector<Description> descriptions;
   uint64_t hash = 0;
-  for (const std::string& bytes : all) {
+  for (const std::string& bytes : peers.all_gather(mine)) {
     descriptions.push_back(description_from_bytes(bytes));
     hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
   }
-  last.plan = std::make_shared<SavePlan>(plan_save(descriptions));
+  last.plan = agreed.plan = std::make_shared<SavePlan>(plan_save(descriptions));
   last.description = known_as;
   last.id = hash | 1;
-  return last.plan;
-}
-
-/// What the ranks have that is no tensor. It changes from save to save, and is small. Collective.
-Catalog gather_values(const Description& mine, const Peers& peers) {
-  std::vector<Description> all;
-  for (const std::string& bytes : peers.all_gather(to_bytes(mine)))
-    all.push_back(description_from_bytes(bytes));
-  return plan_save(all).catalog;
+  return agreed;
 }
 
 /// The part of a box that is to be written, as a view.
@@ -172,8 +172,9 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
     if (!leaf->second.is_tensor) values_of_mine.insert(mine.extract(leaf));
     leaf = next;
   }
-  job.plan = make_plan(mine, peers);
-  job.catalog = gather_values(values_of_mine, peers);
+  Agreed agreed = make_plan(mine, values_of_mine, peers);
+  job.plan = agreed.plan;
+  job.catalog = std::move(agreed.values);
   for (const auto& [key, leaf] : job.plan->catalog.leaves)
     TESSERA_CHECK(job.catalog.leaves.emplace(key, leaf).second, "'", key,
                   "' is a tensor on some ranks, but none on others. What differs from rank to rank needs "
@@ -185,127 +186,6 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
   });
   return job;
 }
-
-/// Directories that checkpoints are written into before they are published, and those that are on their way out:
-/// ".<name>.saving.<16 digits>". Each has other digits, so that a process that is left over from a save that was given
-/// up cannot write into the next one.
-constexpr std::string_view kFreshMiddle = ".saving.";
-constexpr size_t kFreshDigits = 16;
-
-std::string name_in_path(const std::string& path) {
-  const std::string trimmed = path.substr(0, path.find_last_not_of('/') + 1);
-  return trimmed.substr(trimmed.rfind('/') + 1);
-}
-
-std::string fresh_name(const std::string& path) {
-  std::random_device random;
-  char digits[kFreshDigits + 1];
-  std::snprintf(digits, sizeof digits, "%08x%08x", random(), random());
-  return beside(path, c10::str(kFreshMiddle, digits));
-}
-
-/// The name of the checkpoint that such a directory was made for; nothing of others.
-std::optional<std::string> name_of_fresh(const std::string& name) {
-  const size_t tail = kFreshMiddle.size() + kFreshDigits;
-  if (name.size() <= tail + 1 || name.front() != '.') return std::nullopt;
-  const std::string_view end = std::string_view(name).substr(name.size() - tail);
-  if (!end.starts_with(kFreshMiddle) ||
-      end.find_first_not_of("0123456789abcdef", kFreshMiddle.size()) != std::string_view::npos)
-    return std::nullopt;
-  return name.substr(1, name.size() - tail - 1);
-}
-
-/// "step-100" and "step-7" are of one series, and have the numbers 100 and 7.
-std::pair<std::string, std::string> series_and_number(const std::string& name) {
-  const size_t end = name.find_last_of("0123456789");
-  if (end == std::string::npos) return {name, ""};
-  const size_t before = name.find_last_not_of("0123456789", end);
-  const size_t begin = before == std::string::npos ? 0 : before + 1;
-  std::string number = name.substr(begin, end + 1 - begin);
-  number.erase(0, std::min(number.find_first_not_of('0'), number.size() - 1));
-  return {name.substr(0, begin) + "#" + name.substr(end + 1), number};
-}
-
-/// Removes what saves that were killed left, of this checkpoint, whose lock the caller holds, and of others of its
-/// series that nobody is saving.
-void remove_left_over(const std::string& path) {
-  const std::string directory = parent_of(path), mine = name_in_path(path);
-  for (const std::string& name : list_directory(directory)) {
-    const auto made_for = name_of_fresh(name);
-    if (!made_for || series_and_number(*made_for).first != series_and_number(mine).first) continue;
-    std::optional<DirectoryLock> lock;
-    if (*made_for != mine) lock = DirectoryLock::try_take(directory + "/" + *made_for);
-    if (*made_for == mine || lock) remove_all(directory + "/" + name);
-  }
-}
-
-/// Whether a checkpoint of that format has files of that name.
-bool is_file_of(Format format, const std::string& name) {
-  switch (format) {
-    case Format::Tessera:
-      return name == kIndexFile || name.ends_with(".safetensors");
-    case Format::HuggingFace:
-      return name == kHuggingFaceIndexFile || name.ends_with(".safetensors");
-    case Format::DCP:
-      return name == kDCPMetadataFile || name.ends_with(".distcp");
-  }
-  return false;
-}
-
-/// Throws if something is at `path` that is not ours to remove.
-void check_replaceable(const std::string& path) {
-  if (!exists(path)) return;
-  TESSERA_CHECK(is_directory(path), path, " is a file. A checkpoint is a directory: choose another path.");
-  const auto names = list_directory(path);
-  const auto format = find_format(path);
-  TESSERA_CHECK(
-      names.empty() || format, path,
-      " is a directory that holds something else than a checkpoint. Choose another path, or remove it.");
-  for (const std::string& name : names)
-    TESSERA_CHECK(is_file_of(*format, name) && !is_directory(path + "/" + name), path,
-                  " is a checkpoint, but also holds ", name,
-                  ", which would be lost. Choose another path, or move that away.");
-}
-
-/// What only rank 0 does: it holds the lock, makes the directory, and publishes it.
-class Publisher {
- public:
-  explicit Publisher(std::string path) : path_(std::move(path)) {}
-  /// What was not published goes.
-  ~Publisher() {
-    try {
-      if (lock_ && !fresh_.empty()) remove_all(fresh_);
-    } catch (const std::exception& error) {
-      std::cerr << "tessera: " << error.what() << "\n";
-    }
-  }
-
-  void begin() {
-    make_directories(parent_of(path_));
-    lock_ = DirectoryLock::try_take(path_);
-    TESSERA_CHECK(lock_, "Another save into ", path_, " is under way. Wait for it, or choose another path.");
-    check_replaceable(path_);
-    remove_left_over(path_);
-    fresh_ = fresh_name(path_);
-    make_directory(fresh_);
-  }
-
-  /// The directory to write into.
-  const std::string& fresh() const { return fresh_; }
-
-  void publish_now() {
-    sync_directory(fresh_);
-    publish(fresh_, path_);
-  }
-
-  /// Of what `publish_now` has left: what was there before, and older checkpoints.
-  void clean_up(int64_t keep_last);
-
- private:
-  const std::string path_;
-  std::string fresh_;
-  std::optional<DirectoryLock> lock_;
-};
 
 void write_text(const std::string& path, const std::string& text) {
   File file = File::create(path);
@@ -324,43 +204,42 @@ Catalog complete(Catalog catalog, const std::vector<std::string>& written) {
   return catalog;
 }
 
-bool less_number(const std::string& a, const std::string& b) {
-  return a.size() != b.size() ? a.size() < b.size() : a < b;
-}
-
-void remove_older(const std::string& path, int64_t keep_last) {
-  if (keep_last == 0) return;
-  const std::string directory = parent_of(path);
-  const auto [series, number] = series_and_number(name_in_path(path));
-  if (number.empty()) return;
-  std::vector<std::pair<std::string, std::string>> others;  // number, path
-  for (const std::string& name : list_directory(directory)) {
-    const auto [other_series, other_number] = series_and_number(name);
-    const std::string other = directory + "/" + name;
-    if (other_series == series && name != name_in_path(path) && is_directory(other) && find_format(other))
-      others.emplace_back(other_number, other);
-  }
-  std::sort(others.begin(), others.end(),
-            [](const auto& a, const auto& b) { return less_number(b.first, a.first); });
-  for (size_t i = static_cast<size_t>(keep_last) - 1; i < others.size(); ++i) {
-    const auto lock = DirectoryLock::try_take(others[i].second);
-    if (!lock) continue;  // somebody saves there
-    // Out of sight first, so that nobody finds it half removed.
-    const std::string gone = fresh_name(others[i].second);
-    publish(others[i].second, gone);
-    remove_all(gone);
-  }
-}
-
-void Publisher::clean_up(int64_t keep_last) {
+/// Calls `remove`, which comes when the checkpoint is saved.
+template <class Remove>
+auto saved_but(const Remove& remove) {
   try {
-    remove_all(fresh_);
-    lock_.reset();
-    remove_older(path_, keep_last);
+    return remove();
   } catch (const c10::Error& error) {
     TESSERA_CHECK(false, "The checkpoint is saved, but older ones could not be removed: ",
                   error.what_without_backtrace());
   }
+}
+
+/// Removes what the publisher, on rank 0, has replaced. To give a file's memory back takes time, so each rank removes
+/// its share of the files. Collective.
+void remove_together(Publisher& publisher, const SaveJob& job, const Peers& peers) {
+  const bool is_first = peers.rank() == 0;
+  const std::string what = "Saving to " + job.path;
+  const std::string retired = peers.gather_together(what, [&] {
+    sharded::ByteWriter out;
+    if (is_first) {
+      for (const std::string& file : saved_but([&] { return publisher.retire(job.options.keep_last); }))
+        out.put(std::string_view(file));
+    }
+    return out.take();
+  })[0];
+  if (!retired.empty()) {
+    peers.together(what, [&] {
+      sharded::ByteReader in(retired, "the names of files to remove");
+      for (int64_t i = 0; !in.done(); ++i) {
+        const std::string file(in.get_text());
+        if (i % peers.size() == peers.rank()) saved_but([&] { remove_all(file); });
+      }
+    });
+  }
+  peers.together(what, [&] {
+    if (is_first) saved_but([&] { publisher.clean_up(); });
+  });
 }
 
 /// Writes and publishes. Collective.
@@ -368,50 +247,50 @@ void execute(const SaveJob& job, const Peers& peers) {
   const bool is_first = peers.rank() == 0;
   const std::string what = "Saving to " + job.path;
   Publisher publisher(job.path);
-  peers.together(what, [&] {
+  const std::string fresh = peers.gather_together(what, [&] {
     if (is_first) publisher.begin();
-  });
-  const std::string fresh = peers.broadcast(publisher.fresh());
+    return publisher.fresh();
+  })[0];
   std::optional<HuggingFaceFiles> files;
-  peers.together(what, [&] {
-    if (job.options.format == Format::HuggingFace) {
+  if (job.options.format == Format::HuggingFace) {
+    peers.together(what, [&] {
       files.emplace(fresh, job.catalog, job.options.file_limit);
       if (is_first) files->create();
-    }
-  });
+    });
+  }
 
-  std::vector<WrittenChunk> written;
   std::map<std::string, ArchiveLocation> values;
-  peers.together(what, [&] {
+  const auto written = peers.gather_together(what, [&] {
     ProgressMeter meter("saving", job.bytes(), job.options.progress, is_first);
+    std::vector<WrittenChunk> chunks;
     switch (job.options.format) {
       case Format::Tessera:
-        written = write_native_files(fresh, peers.rank(), job.elements, meter);
+        chunks = write_native_files(fresh, peers.rank(), job.elements, meter);
         break;
       case Format::HuggingFace:
         files->write(job.elements, meter);
         break;
       case Format::DCP:
-        written = write_dcp_file(fresh, peers.rank(), job.catalog, job.elements, values, meter);
+        chunks = write_dcp_file(fresh, peers.rank(), job.catalog, job.elements, values, meter);
         break;
     }
     meter.finish();
+    return to_bytes(chunks);
   });
 
-  const auto all_written = peers.all_gather(to_bytes(written));
   peers.together(what, [&] {
     if (!is_first) return;
-    if (job.options.format == Format::HuggingFace) {
+    if (files) {
       files->finish();
     } else {
-      const Catalog catalog = complete(job.catalog, all_written);
+      const Catalog catalog = complete(job.catalog, written);
       const bool is_dcp = job.options.format == Format::DCP;
       write_text(fresh + "/" + (is_dcp ? kDCPMetadataFile : kIndexFile),
                  is_dcp ? write_dcp_metadata(catalog, values) : write_index(catalog));
     }
     publisher.publish_now();
-    publisher.clean_up(job.options.keep_last);
   });
+  remove_together(publisher, job, peers);
 }
 
 /// Memory for copies of what is to be saved: kept from one save to the next, as new memory costs more than the copy.
@@ -475,21 +354,6 @@ void save(const StateDict& state, const std::string& path, const SaveOptions& op
   Peers peers("checkpoint");
   const SaveJob job = prepare(state, path, options, peers);
   execute(job, peers);
-}
-
-std::string latest(const std::string& directory) {
-  std::string best, best_number;
-  if (!is_directory(directory)) return best;
-  for (const std::string& name : list_directory(directory)) {
-    const std::string number = series_and_number(name).second;
-    const std::string path = directory + "/" + name;
-    if (number.empty() || name.front() == '.' || !is_directory(path) || !find_format(path)) continue;
-    if (best.empty() || less_number(best_number, number)) {
-      best = path;
-      best_number = number;
-    }
-  }
-  return best;
 }
 
 SavePlanCacheInfo save_plan_cache_info() { return last_plan().info; }

@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults audit operators wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -25,6 +25,8 @@ help:
 	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
 	@echo 'make checkpoint-faults  build, then kill saves at every call that changes the disk, damage what they wrote (minutes)'
+	@echo 'make faults    build, then let a rank fail in every way at every kind of step, on processes and threads (minutes)'
+	@echo 'make soak      build, then mixed work with ranks killed for MINUTES=2: memory, files and threads must stay flat'
 	@echo 'make audit     build, then write docs/replicas.md: which operators take the replicated fallback (minutes)'
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
@@ -68,6 +70,17 @@ test: build
 # A save is killed on each of two processes at every call that changes the disk, in each format.
 checkpoint-faults: build
 	@$(CHECKS) TESSERA_CHECKPOINT_FAULTS=all $(BUILD)/tests/checkpoint_fault_tests
+
+faults:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target faults_tests
+	@$(CHECKS) TESSERA_FAULTS=all $(BUILD)/tests/faults_tests
+
+MINUTES ?= 2
+soak:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target soak
+	@$(BUILD)/tests/soak --minutes $(MINUTES)
 
 python-test: build python-check
 

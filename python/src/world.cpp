@@ -127,6 +127,7 @@ void adopt_process_group(int64_t rank, int64_t size, const py::object& store, do
     const py::gil_scoped_acquire acquire;
     return to_group(py::module_::import("tessera._world").attr("group_of")(ranks.vec()));
   };
+  const py::gil_scoped_release release;
   destroy_process_group();
   init_process_group(std::move(options));
 }
@@ -140,7 +141,17 @@ void bind_worlds(py::module_& module) {
              py::arg("timeout"), py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"));
-  module.def("forget_process_group", &destroy_process_group);
+  module.def("forget_process_group", [] {
+    const py::gil_scoped_release release;
+    destroy_process_group();
+  });
+  module.def(
+      "report_failure",
+      [](const std::string& reason) {
+        const py::gil_scoped_release release;
+        if (has_current_world()) current_world()->report_failure(reason);
+      },
+      py::arg("reason"));
   module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
   module.def("shares_process", [] {
     return has_current_world() && current_world()->is_threads() && current_world()->size() > 1;

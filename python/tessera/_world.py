@@ -1,7 +1,10 @@
 """Which ranks there are: threads of this process, or the processes of torch.distributed."""
 
+import atexit
 import os
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -78,7 +81,21 @@ def ensure() -> None:
     store = dist.distributed_c10d._get_default_store()
     timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
     _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout)
+    if _adopted is None:
+        _tell_others_of_the_end()
     _adopted = group
+
+
+def _tell_others_of_the_end() -> None:
+    """See to it that the other ranks hear at once of an exception that ends this process, and of its end."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _C.report_failure(f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = report
+    atexit.register(_C.forget_process_group)
 
 
 def group_of(ranks: list[int]) -> Any:

@@ -3,7 +3,7 @@
 
 namespace tessera::checkpoint {
 
-void put_path(sharded::ByteWriter& out, const Path& path) {
+void put_path(ByteWriter& out, const Path& path) {
   out.put(static_cast<int64_t>(path.size()));
   for (const PathStep& step : path) {
     const auto* key = std::get_if<std::string>(&step);
@@ -16,7 +16,7 @@ void put_path(sharded::ByteWriter& out, const Path& path) {
   }
 }
 
-Path get_path(sharded::ByteReader& in) {
+Path get_path(ByteReader& in) {
   Path path;
   for (int64_t count = in.get_count(1); count > 0; --count) {
     if (in.get<uint8_t>()) {
@@ -28,7 +28,7 @@ Path get_path(sharded::ByteReader& in) {
   return path;
 }
 
-void put_chunk(sharded::ByteWriter& out, const Chunk& chunk) {
+void put_chunk(ByteWriter& out, const Chunk& chunk) {
   out.put_list(chunk.offsets);
   out.put_list(chunk.sizes);
   out.put(std::string_view(chunk.file));
@@ -39,7 +39,7 @@ void put_chunk(sharded::ByteWriter& out, const Chunk& chunk) {
   if (chunk.checksums) out.put_list(chunk.checksums->crc32c);
 }
 
-Chunk get_chunk(sharded::ByteReader& in) {
+Chunk get_chunk(ByteReader& in) {
   Chunk chunk;
   chunk.offsets = in.get_list();
   chunk.sizes = in.get_list();
@@ -56,7 +56,7 @@ Chunk get_chunk(sharded::ByteReader& in) {
 }
 
 std::string to_bytes(const Catalog& catalog) {
-  sharded::ByteWriter out;
+  ByteWriter out;
   out.put(static_cast<uint8_t>(catalog.format));
   out.put(static_cast<int64_t>(catalog.leaves.size()));
   for (const auto& [key, leaf] : catalog.leaves) {
@@ -76,7 +76,7 @@ std::string to_bytes(const Catalog& catalog) {
 }
 
 Catalog catalog_from_bytes(std::string_view bytes) {
-  sharded::ByteReader in(bytes, "the catalog of a checkpoint");
+  ByteReader in(bytes, "the catalog of a checkpoint");
   Catalog catalog;
   catalog.format = static_cast<Format>(in.get<uint8_t>());
   for (int64_t count = in.get_count(1); count > 0; --count) {

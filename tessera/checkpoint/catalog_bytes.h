@@ -1,7 +1,7 @@
 #pragma once
 
 #include <tessera/checkpoint/catalog.h>
-#include <tessera/sharded/bytes.h>
+#include <tessera/bytes.h>
 
 #include <string>
 #include <string_view>
@@ -9,10 +9,10 @@
 /// What ranks send each other of catalogs.
 namespace tessera::checkpoint {
 
-void put_path(sharded::ByteWriter& out, const Path& path);
-Path get_path(sharded::ByteReader& in);
-void put_chunk(sharded::ByteWriter& out, const Chunk& chunk);
-Chunk get_chunk(sharded::ByteReader& in);
+void put_path(ByteWriter& out, const Path& path);
+Path get_path(ByteReader& in);
+void put_chunk(ByteWriter& out, const Chunk& chunk);
+Chunk get_chunk(ByteReader& in);
 
 std::string to_bytes(const Catalog& catalog);
 Catalog catalog_from_bytes(std::string_view bytes);

@@ -60,14 +60,14 @@ Opened open_together(const std::string& path, const Peers& peers) {
       }
     }
     if (peers.size() == 1) return;
-    sharded::ByteWriter out;
+    ByteWriter out;
     out.put(std::string_view(opened.checkpoint.directory));
     out.put(std::string_view(to_bytes(opened.checkpoint.catalog)));
     bytes = out.take();
   });
   bytes = peers.broadcast(bytes);
   if (peers.rank() != 0) {
-    sharded::ByteReader in(bytes, "the catalog of a checkpoint");
+    ByteReader in(bytes, "the catalog of a checkpoint");
     opened.checkpoint.directory = in.get_text();
     opened.checkpoint.catalog = catalog_from_bytes(in.get_text());
   }

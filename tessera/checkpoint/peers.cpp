@@ -1,8 +1,8 @@
+#include <tessera/bytes.h>
 #include <tessera/checkpoint/peers.h>
-#include <tessera/checkpoint/processes.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/processes.h>
 #include <tessera/error.h>
-#include <tessera/sharded/bytes.h>
 
 #include <algorithm>
 #include <chrono>
@@ -150,13 +150,13 @@ void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<
 }
 
 void Peers::agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) {
-  sharded::ByteWriter out;
+  ByteWriter out;
   out.put(std::string_view(this_process()));
   out.put(std::string_view(task));
   for (const auto& [name, text] : options) out.put(std::string_view(text));
   const auto all = all_gather(out.take());
   const auto texts_of = [](std::string_view bytes, size_t count) {
-    sharded::ByteReader in(bytes, "what a rank came for");
+    ByteReader in(bytes, "what a rank came for");
     std::vector<std::string> texts;
     in.get_text();  // which process it is
     while (texts.size() < count) texts.emplace_back(in.get_text());
@@ -164,7 +164,7 @@ void Peers::agree(const std::string& task, const std::vector<std::pair<std::stri
   };
   processes_.clear();
   for (const std::string& bytes : all)
-    processes_.emplace_back(sharded::ByteReader(bytes, "what a rank came for").get_text());
+    processes_.emplace_back(ByteReader(bytes, "what a rank came for").get_text());
   for (const int64_t rank : c10::irange(size_)) {
     const std::string first = texts_of(all[0], 1)[0], other = texts_of(all[rank], 1)[0];
     TESSERA_CHECK_VALUE(first == other, "Rank 0 came to ", first, ", but rank ", rank, " to ", other,

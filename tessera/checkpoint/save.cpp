@@ -1,3 +1,4 @@
+#include <tessera/bytes.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/dcp.h>
 #include <tessera/checkpoint/flatten.h>
@@ -14,7 +15,6 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
-#include <tessera/sharded/bytes.h>
 
 #include <algorithm>
 #include <functional>
@@ -82,13 +82,13 @@ Agreed make_plan(const Description& tensors, const Description& values, const Pe
   // Another world may have ranks with the same descriptions, in another order.
   const std::string mine = to_bytes(tensors);
   const std::string known_as = c10::str(peers.rank(), " of ", peers.size(), ": ", mine);
-  sharded::ByteWriter out;
+  ByteWriter out;
   out.put(known_as == last.description ? last.id : uint64_t{0});
   out.put(std::string_view(to_bytes(values)));
   std::vector<uint64_t> ids;
   std::vector<Description> all_values;
   for (const std::string& bytes : peers.all_gather(out.take())) {
-    sharded::ByteReader in(bytes, "what a rank saves");
+    ByteReader in(bytes, "what a rank saves");
     ids.push_back(in.get<uint64_t>());
     all_values.push_back(description_from_bytes(in.get_text()));
   }
@@ -221,7 +221,7 @@ void remove_together(Publisher& publisher, const SaveJob& job, const Peers& peer
   const bool is_first = peers.rank() == 0;
   const std::string what = "Saving to " + job.path;
   const std::string retired = peers.gather_together(what, [&] {
-    sharded::ByteWriter out;
+    ByteWriter out;
     if (is_first) {
       for (const std::string& file : saved_but([&] { return publisher.retire(job.options.keep_last); }))
         out.put(std::string_view(file));
@@ -230,7 +230,7 @@ void remove_together(Publisher& publisher, const SaveJob& job, const Peers& peer
   })[0];
   if (!retired.empty()) {
     peers.together(what, [&] {
-      sharded::ByteReader in(retired, "the names of files to remove");
+      ByteReader in(retired, "the names of files to remove");
       for (int64_t i = 0; !in.done(); ++i) {
         const std::string file(in.get_text());
         if (i % peers.size() == peers.rank()) saved_but([&] { remove_all(file); });

@@ -109,7 +109,7 @@ void check_tilings(const Merged& merged) {
 }  // namespace
 
 std::string to_bytes(const Description& description) {
-  sharded::ByteWriter out;
+  ByteWriter out;
   out.put(static_cast<int64_t>(description.size()));
   for (const auto& [key, leaf] : description) {
     out.put(std::string_view(key));
@@ -131,7 +131,7 @@ std::string to_bytes(const Description& description) {
 }
 
 Description description_from_bytes(std::string_view bytes) {
-  sharded::ByteReader in(bytes, "the description of a rank's state dict");
+  ByteReader in(bytes, "the description of a rank's state dict");
   Description description;
   for (int64_t count = in.get_count(1); count > 0; --count) {
     LeafDescription& leaf = description[std::string(in.get_text())];

@@ -113,7 +113,7 @@ void write_native_file(const std::string& directory, const std::string& name,
 }  // namespace
 
 std::string to_bytes(const std::vector<WrittenChunk>& chunks) {
-  sharded::ByteWriter out;
+  ByteWriter out;
   out.put(static_cast<int64_t>(chunks.size()));
   for (const auto& [key, chunk] : chunks) {
     out.put(std::string_view(key));
@@ -123,7 +123,7 @@ std::string to_bytes(const std::vector<WrittenChunk>& chunks) {
 }
 
 std::vector<WrittenChunk> written_from_bytes(std::string_view bytes) {
-  sharded::ByteReader in(bytes, "the list of what a rank has written");
+  ByteReader in(bytes, "the list of what a rank has written");
   std::vector<WrittenChunk> chunks;
   for (int64_t count = in.get_count(1); count > 0; --count) {
     std::string key(in.get_text());

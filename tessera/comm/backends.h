@@ -18,6 +18,7 @@ class Store;
 
 namespace tessera {
 
+class GlooTransport;
 namespace threads {
 class Hub;
 }
@@ -30,7 +31,8 @@ struct BackendRequest {
   std::string name;                       // of the group; the same on all members
   c10::DeviceType device = c10::DeviceType::CPU;
   std::chrono::milliseconds timeout{};
-  std::shared_ptr<threads::Hub> hub;  // null where ranks are processes
+  std::shared_ptr<threads::Hub> hub;    // null where ranks are processes
+  std::shared_ptr<GlooTransport> gloo;  // null where they are threads
 };
 
 using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)>;

@@ -2,6 +2,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
+#include <tessera/comm/process_rank.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
 #include <tessera/comm/waits.h>
@@ -12,7 +13,6 @@
 #include <optional>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace tessera::comm {
@@ -27,6 +27,9 @@ Backend backend_of(const Group& group, const at::Tensor& tensor) {
   TESSERA_CHECK_VALUE(group, "A collective was called on no group.");
   TESSERA_CHECK_VALUE(tensor.defined(),
                       "A collective was given an undefined tensor; pass one of zero elements instead.");
+  TESSERA_CHECK(group->hasBackends(),
+                "The group of this collective has ended with its world (destroy_process_group). Make meshes "
+                "and tensors anew.");
   return group->getBackend(tensor.device().type());
 }
 
@@ -143,74 +146,104 @@ int64_t bytes(const Tensors& tensors) {
   return sum;
 }
 
-/// Notifies observers of a call, not of those that it is made of.
+const at::Tensor* first_of(const at::Tensor& tensor) { return &tensor; }
+const at::Tensor* first_of(const Tensors& tensors) { return tensors.empty() ? nullptr : &tensors[0]; }
+
+/// While alive, the calling thread is in a call of this name. Notifies observers of it, not of those that it is made of.
 class Observed {
  public:
   template <class Given, class Got>
-  Observed(const char* name, const Given& given, const Got& got, const Group& group) {
-    if (inside_.outer() || !Observer::innermost()) [[likely]]
+  Observed(const char* name, const Given& given, const Got& got, const Group& group)
+      : name_(name), tensor_(first_of(given)) {
+    if (scope_.outer() || !Observer::innermost()) [[likely]]
       return;
     const Event event{name, std::max(bytes(given), bytes(got)), group};
     for (Observer* each = Observer::innermost(); each; each = each->outer()) each->called(event);
   }
 
+  /// The outermost one of the calling thread: what the caller called. Null if there is none.
+  static const Observed* outermost() { return Scope::current(); }
+
+  const char* name() const { return name_; }
+  /// What it is about, or null.
+  const at::Tensor* tensor() const { return tensor_; }
+
  private:
-  const ThreadScope<bool, Observed> inside_{true};
+  using Scope = ThreadScope<const Observed*, Observed>;
+  const char* const name_;
+  const at::Tensor* const tensor_;
+  const Scope scope_{Scope::current() ? Scope::current() : this};
 };
 
-std::string failure_beside(const Group& group) {
-  try {
-    const auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(group->getStore());
-    return prefix ? failure_in(*prefix->getUnderlyingStore()) : "";
-  } catch (const std::exception&) {
-    return "";  // the store went with the rank that kept it
-  }
+bool is_transport(const Group& group) {
+  return group && group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM;
 }
-
-/// Says so if the wait for work of a transport lasts. (That of ranks that are threads knows more, and says
-/// it.)
-class TransportWait {
- public:
-  TransportWait(const Group& group, const c10d::Work& work) {
-    const auto type = group->getBackendType();
-    if (type == c10d::ProcessGroup::BackendType::CUSTOM) return;
-    const auto op = work.retrieveOpType();
-    // How many calls this process has made: compare it with what others say.
-    const uint64_t calls =
-        group->backendSupportsSequenceNumbers(type) ? group->getSequenceNumberForGroup() : 0;
-    wait_.emplace(has_current_world() ? get_rank() : group->getRank(), [group, op, calls] {
-      return c10::str("in ", c10d::opTypeToString(op), calls ? c10::str(", call ", calls) : "", " of group ",
-                      group->getGroupName(), ", for one or more of its other ", group->getSize() - 1,
-                      " members");
-    });
-  }
-
- private:
-  std::optional<Wait> wait_;
-};
 
 }  // namespace
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
-    : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {}
+    : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {
+  if (!is_transport(group_)) return;
+  auto maker = ProcessRank::maker_of(group_);
+  rank_ = std::move(maker.rank);
+  members_ = std::move(maker.members);
+  if (!rank_) return;
+  const Observed* call = Observed::outermost();
+  call_ = rank_->record().begin(call ? call->name() : "collective", call ? call->tensor() : nullptr, group_,
+                                members_, maker.label);
+}
 Pending::Pending(Pending&&) noexcept = default;
 Pending& Pending::operator=(Pending&&) noexcept = default;
 Pending::~Pending() = default;
+
+void Pending::wait_for_work(c10d::Work& work) const {
+  const auto op = work.retrieveOpType();
+  const bool is_message =
+      op == c10d::OpType::SEND || op == c10d::OpType::RECV || op == c10d::OpType::RECVANYSOURCE;
+  const auto monitor = rank_ ? rank_->monitor() : nullptr;
+  // Groups that the world made are interrupted when it fails. A wait of others looks for that itself, from time to time;
+  // gloo's waits for messages cannot be taken up again.
+  if (!monitor || is_message || rank_->interrupts(group_)) {
+    work.wait();
+    return;
+  }
+  constexpr std::chrono::milliseconds kPause(100);
+  while (true) {
+    if (work.isCompleted()) {
+      work.wait();
+      return;
+    }
+    try {
+      if (work.wait(kPause)) return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) throw;
+    }
+    TESSERA_CHECK(monitor->failure().empty(), "the world has failed");
+  }
+}
 
 void Pending::wait() {
   if (!work_) return;
   const auto work = std::exchange(work_, {});
   try {
     const Blocking blocking;
-    const TransportWait reported(group_, *work);
-    work->wait();
-  } catch (const std::exception& error) {
-    const std::string reason = failure_beside(group_);
-    if (reason.empty()) throw;
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    TESSERA_CHECK(false, reason,
-                  "\nIt was noticed here as: ", known ? known->what_without_backtrace() : error.what());
+    std::optional<Wait> reported;
+    // That of ranks that are threads knows more, and says it.
+    if (rank_)
+      reported.emplace(
+          rank_->rank(), [rank = rank_, call = call_] { return "in " + rank->record().describe(call); },
+          rank_.get(),
+          [rank = rank_, members = members_] {
+            const auto monitor = rank->monitor();
+            return monitor ? ". Of the ranks of its group:" + monitor->ask(members, std::chrono::seconds(1))
+                           : "";
+          });
+    wait_for_work(*work);
+  } catch (const std::exception&) {
+    if (!rank_) throw;
+    rank_->rethrow(std::current_exception(), call_, members_);
   }
+  if (rank_) rank_->record().end(call_);
   if (finish_) {
     const at::NoGradGuard no_grad;
     std::exchange(finish_, {})();

@@ -34,9 +34,14 @@ class TESSERA_API Pending {
   void wait();
 
  private:
+  void wait_for_work(c10d::Work& work) const;
+
   Group group_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;
+  std::shared_ptr<ProcessRank> rank_;  // null on ranks that are threads
+  std::vector<int64_t> members_;
+  uint64_t call_ = 0;  // in its record
 };
 
 using Tensors = std::vector<at::Tensor>;

@@ -1,4 +1,5 @@
 #include <tessera/comm/environment.h>
+#include <tessera/comm/sockets.h>
 #include <tessera/error.h>
 
 #include <charconv>
@@ -109,14 +110,36 @@ std::string first_slurm_host(const std::string& node_list) {
   return host;
 }
 
+c10::intrusive_ptr<c10d::TCPStore> listen_for_store(const std::string& address, uint16_t port,
+                                                    std::chrono::milliseconds timeout) {
+  Socket listener = listen_on(address, port);
+  c10d::TCPStoreOptions options;
+  options.port = port_of(listener);
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  options.masterListenFd = listener.release();
+  return c10::make_intrusive<c10d::TCPStore>(address, options);
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chrono::milliseconds timeout) {
+  if (info.rank == 0 && !info.agent_store)
+    return listen_for_store(address_towards(info.master_address), info.master_port, timeout);
   c10d::TCPStoreOptions options;
   options.port = info.master_port;
-  options.isServer = info.rank == 0 && !info.agent_store;
-  options.numWorkers = static_cast<size_t>(info.size);
   options.timeout = timeout;
-  options.waitWorkers = !info.agent_store;
-  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(info.master_address, options);
+  options.waitWorkers = false;
+  c10::intrusive_ptr<c10d::Store> store;
+  try {
+    store = c10::make_intrusive<c10d::TCPStore>(info.master_address, options);
+  } catch (const std::exception& error) {
+    TESSERA_CHECK(
+        false, "Rank ", info.rank, " does not reach the store, which ",
+        info.agent_store ? "torchrun" : "rank 0", " keeps at ", info.master_address, ", port ",
+        info.master_port, ". Check that ", info.agent_store ? "it" : "rank 0",
+        " runs, and that MASTER_ADDR and MASTER_PORT are the same for all ranks and reachable from here.\n",
+        error.what());
+  }
   if (!info.agent_store) return store;
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("/worker/attempt_", info.attempt), store);
 }

@@ -1,7 +1,11 @@
 #include <tessera/comm/builtin_backends.h>
+#include <tessera/comm/gloo_transport.h>
+#include <tessera/comm/sockets.h>
 #include <tessera/error.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <mutex>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -19,13 +23,32 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
+GlooTransport::GlooTransport(const std::string& address) {
+  // gloo does not say where a device listens, but it does so from its making on.
+  static std::mutex making;
+  const std::lock_guard lock(making);
+  const std::set<uint16_t> before = listening_ports();
+  if (address.empty() || std::getenv("GLOO_SOCKET_IFNAME"))
+    devices_ = c10d::ProcessGroupGloo::Options::create_default()->devices;
+  else
+    devices_ = {c10d::ProcessGroupGloo::createDeviceForHostname(address)};
+  for (const uint16_t port : listening_ports()) {
+    if (!before.count(port)) ports_.insert(port);
+  }
+}
+
+void GlooTransport::interrupt() const {
+  for (const uint16_t port : ports_) end_connections_at(port);
+}
+
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
   TESSERA_CHECK(request.store,
                 "The \"gloo\" backend needs a store through which the processes find one another; set "
                 "WorldOptions::store.");
   ignore_broken_pipes();
-  // The interfaces named in GLOO_SOCKET_IFNAME, else the one that the host name resolves to.
-  auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(request.timeout);
+  options->devices =
+      (request.gloo ? request.gloo : std::make_shared<GlooTransport>(std::string()))->devices();
   options->group_name = request.name;
   options->global_ranks_in_group.assign(request.ranks.begin(), request.ranks.end());
   return c10::make_intrusive<c10d::ProcessGroupGloo>(request.store, static_cast<int>(request.member),

@@ -2,7 +2,6 @@
 #include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/threads/hub.h>
-#include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -14,7 +13,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
 
@@ -50,9 +48,11 @@ struct LeavesDualLevel {
   }
 };
 
-/// Where processes leave word that they have ended, so that rank 0, which may keep the store, outlives the
-/// others.
-const std::string kEndedKey = "tessera/ended";
+/// Ends a world however its scope is left: meshes in caches hold it longer.
+struct LeavesWorld {
+  World& world;
+  ~LeavesWorld() { world.leave(); }
+};
 
 }  // namespace
 
@@ -118,32 +118,19 @@ void launch(int64_t world_size, const std::function<void()>& function, const Run
   world_options.backend = options.backend;
   world_options.timeout = options.timeout;
   world_options.store = connect_store(*info, options.timeout);
-  const auto store = world_options.store;
-  auto end = [&](std::chrono::milliseconds patience) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    store->add(kEndedKey, 1);
-    if (info->rank != 0 || info->agent_store) return;
-    const Wait wait(0, [] { return "at its end, as it keeps the store, for the other ranks to end"; });
-    while (store->add(kEndedKey, 0) < info->size && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-  };
+  const IntraOpThreads intra_op(options.threads_per_rank > 0 ? options.threads_per_rank
+                                                             : at::get_num_threads());
+  const auto world = std::make_shared<World>(std::move(world_options));
+  const LeavesWorld leaves{*world};
   try {
-    const IntraOpThreads intra_op(options.threads_per_rank > 0 ? options.threads_per_rank
-                                                               : at::get_num_threads());
-    const auto world = std::make_shared<World>(std::move(world_options));
-    try {
-      const WorldScope scope(world);
-      function();
-    } catch (...) {
-      world->report_failure(message_of(std::current_exception()));
-      throw;
-    }
+    const WorldScope scope(world);
+    function();
   } catch (...) {
-    end(std::chrono::seconds(2));
+    world->report_failure(message_of(std::current_exception()));
     throw;
   }
-  end(options.timeout);
+  // Who keeps the store outlives the others.
+  if (info->rank == 0 && !info->agent_store) world->wait_for_end_of_others(options.timeout);
 }
 
 }  // namespace tessera

@@ -2,6 +2,8 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
+#include <tessera/comm/process_rank.h>
+#include <tessera/comm/sockets.h>
 #include <tessera/comm/threads/hub.h>
 #include <tessera/comm/waits.h>
 #include <tessera/comm/world.h>
@@ -14,12 +16,11 @@
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace tessera {
 
 namespace {
-
-const std::string kFailureKey = "tessera/failure";
 
 /// "gloo" -> {"": gloo}; "cpu:gloo,cuda:nccl" -> {"cpu": gloo, "cuda": nccl}.
 std::map<std::string, std::string> parse_backends(const std::string& text) {
@@ -99,9 +100,11 @@ World::World(WorldOptions options)
                       options_.timeout.count(), " ms.");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();
   options_.check_collectives = options_.check_collectives || environment_asks_for_checks();
+  if (!options_.hub && options_.store && options_.size > 1 && backend(c10::DeviceType::CPU) != "fake")
+    process_rank_ = std::make_shared<ProcessRank>(options_);
 }
 
-World::~World() = default;
+World::~World() { leave(); }
 
 std::string World::backend(c10::DeviceType device) const {
   for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
@@ -118,7 +121,13 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
   if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
   check_members(ranks, rank(), size());
   if (options_.existing_group && backend_name.empty()) {
+    const std::set<uint16_t> before = process_rank_ ? listening_ports() : std::set<uint16_t>();
     if (Group given = options_.existing_group(ranks, device)) {
+      if (process_rank_) {
+        std::set<uint16_t> added = listening_ports();
+        for (const uint16_t port : before) added.erase(port);
+        process_rank_->add_ports(added);
+      }
       groups_.emplace(std::move(key), given);
       return given;
     }
@@ -144,15 +153,30 @@ Group World::find_or_make(GroupKey key) {
   request.device = device;
   request.timeout = timeout();
   request.hub = options_.hub;
-  if (options_.store)
-    request.store = c10::make_intrusive<c10d::PrefixStore>("tessera/group/" + request.name, options_.store);
 
-  // Processes wait for each other there.
+  // Processes wait for each other here.
   std::optional<Wait> wait;
   if (!options_.hub)
     wait.emplace(rank(), [&] { return "to make the group " + request.name + " with its other members"; });
-  auto backend = make_backend(key.backend, request);
+  if (process_rank_) {
+    process_rank_->expect_members(request.name, key.ranks);
+    request.store = process_rank_->store_for(request.name, key.ranks, key.purpose);
+    if (key.backend == "gloo") request.gloo = process_rank_->gloo();
+  } else if (options_.store) {
+    request.store = c10::make_intrusive<c10d::PrefixStore>("tessera/group/" + request.name, options_.store);
+  }
+  c10::intrusive_ptr<c10d::Backend> backend;
+  try {
+    backend = make_backend(key.backend, request);
+  } catch (const std::exception& error) {
+    // gloo notices that a member is gone as a connection that cannot be made.
+    const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr;
+    const std::string failure = monitor ? monitor->wait_for_failure(std::chrono::milliseconds(500)) : "";
+    if (failure.empty() || std::string_view(error.what()).find(failure) != std::string_view::npos) throw;
+    TESSERA_CHECK(false, failure, "\nRank ", rank(), " was making the group ", request.name, ".");
+  }
   wait.reset();
+  if (process_rank_ && key.backend != "gloo") process_rank_->add_abortable(backend);
   if (options_.check_collectives && key.backend != threads::kBackendName && key.backend != "fake") {
     backend = make_checked(std::move(backend), key.ranks, device);
   }
@@ -184,23 +208,51 @@ void World::meet(const std::string& what) {
   options_.hub->meet(rank(), what, timeout());
 }
 
-void World::report_failure(const std::string& reason) {
-  if (options_.hub) {
-    options_.hub->fail(rank(), reason);
-  } else if (options_.store) {
-    options_.store->compareSet(kFailureKey, std::string(), c10::str("rank ", rank(), " failed: ", reason));
+void World::report_failure(const std::string& reason) noexcept {
+  try {
+    if (options_.hub) {
+      options_.hub->fail(rank(), reason);
+    } else if (const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr) {
+      monitor->fail(c10::str("rank ", rank(), " failed: ", reason));
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN("tessera: rank ", rank(), " could not notify the others that it failed: ", error.what());
   }
 }
 
 std::string World::reported_failure() const {
   if (options_.hub) return options_.hub->failure();
-  return options_.store ? failure_in(*options_.store) : "";
+  const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr;
+  return monitor ? monitor->failure() : "";
 }
 
-std::string failure_in(c10d::Store& store) {
-  if (!store.check({kFailureKey})) return "";
-  const auto bytes = store.get(kFailureKey);
-  return {bytes.begin(), bytes.end()};
+std::vector<int64_t> World::lost_ranks() const {
+  const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr;
+  return monitor ? monitor->lost() : std::vector<int64_t>();
+}
+
+void World::wait_for_end_of_others(std::chrono::milliseconds patience) const {
+  const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr;
+  if (!monitor) return;
+  const Blocking blocking;
+  const Wait wait(rank(), [] { return "at its end, for the other ranks to end"; });
+  monitor->wait_until_alone(patience);
+}
+
+void World::leave() {
+  if (!process_rank_) return;
+  process_rank_->leave();
+  // Meshes may outlive the world, in caches too; connections and threads do not.
+  std::map<GroupKey, Group> groups;
+  {
+    std::lock_guard lock(mutex_);
+    groups.swap(groups_);
+    options_.store.reset();
+  }
+  const Blocking blocking;
+  for (const auto& [key, group] : groups) {
+    if (process_rank_->interrupts(group)) group->release_resources();
+  }
 }
 
 std::shared_ptr<World> current_world() {
@@ -241,8 +293,51 @@ std::shared_ptr<World> init_process_group(WorldOptions options) {
 }
 
 void destroy_process_group() {
-  std::lock_guard lock(process_world().mutex);
-  process_world().world.reset();
+  std::shared_ptr<World> world;
+  {
+    std::lock_guard lock(process_world().mutex);
+    world.swap(process_world().world);
+  }
+  if (world) world->leave();  // others may hold it
+}
+
+std::shared_ptr<World> shrink_process_group() {
+  std::shared_ptr<World> old;
+  {
+    std::lock_guard lock(process_world().mutex);
+    old = process_world().world;
+  }
+  const auto monitor = old && old->process_rank() ? old->process_rank()->monitor() : nullptr;
+  TESSERA_CHECK(monitor,
+                "shrink_process_group: this process is no rank of a world of processes. Call "
+                "init_process_group first.");
+  const Blocking blocking;
+  c10::intrusive_ptr<c10d::Store> store;
+  const auto survivors = monitor->gather_survivors(
+      [&] {
+        const std::string& address = old->process_rank()->address();
+        const auto listening = listen_for_store(address, 0, old->timeout());
+        store = listening;
+        return c10::str(listening->getPort(), " ", address);
+      },
+      old->timeout());
+  const auto& ranks = survivors.ranks;
+  const auto mine = std::find(ranks.begin(), ranks.end(), old->rank());
+  TESSERA_CHECK(mine != ranks.end(), "shrink_process_group: the other ranks take rank ", old->rank(),
+                ", this one, for dead, and go on without it.");
+  if (!store) {
+    const size_t space = survivors.invitation.find(' ');
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(std::stoi(survivors.invitation));
+    options.timeout = old->timeout();
+    store = c10::make_intrusive<c10d::TCPStore>(survivors.invitation.substr(space + 1), options);
+  }
+  WorldOptions options = old->options();
+  options.rank = mine - ranks.begin();
+  options.size = static_cast<int64_t>(ranks.size());
+  options.store = store;
+  destroy_process_group();
+  return init_process_group(std::move(options));
 }
 
 int64_t get_rank() { return current_world()->rank(); }

@@ -23,6 +23,7 @@ class ProcessGroup;
 
 namespace tessera {
 
+class ProcessRank;
 namespace threads {
 class Hub;
 }
@@ -100,15 +101,31 @@ class TESSERA_API World {
   /// on ranks that are processes.
   void meet(const std::string& what);
 
+  const WorldOptions& options() const { return options_; }
+
   /// The state that ranks share if they are threads; null if they are processes.
   const std::shared_ptr<threads::Hub>& hub() const { return options_.hub; }
 
-  /// Notifies all ranks of the world that this one has failed and why. Ranks that are threads stop waiting at
-  /// once; processes find the reason beside the error they get from their transport.
-  void report_failure(const std::string& reason);
+  /// What a rank that is a process does about faults; null for threads, for a world of one and where there is no store.
+  const std::shared_ptr<ProcessRank>& process_rank() const { return process_rank_; }
 
-  /// What a failed rank left for the others: "rank 2: out of memory". Empty if none did.
+  /// Notifies all ranks of the world that this one has failed and why: they stop waiting at once, whatever they wait for.
+  /// Never throws.
+  void report_failure(const std::string& reason) noexcept;
+
+  /// What failed first on any rank: "rank 2 failed: out of memory". Empty if nothing did.
   std::string reported_failure() const;
+
+  /// Ranks that have died or ended, as far as this one has heard. Of ranks that are threads: none.
+  std::vector<int64_t> lost_ranks() const;
+
+  /// Waits until all other ranks have ended, or that long, and throws if one of them fails before. Does nothing on ranks
+  /// that are threads.
+  void wait_for_end_of_others(std::chrono::milliseconds patience) const;
+
+  /// Says goodbye to the other ranks: those who wait for this one from now on get an error. The groups that this world made
+  /// end. Nothing happens on ranks that are threads.
+  void leave();
 
  private:
   struct GroupKey {
@@ -125,10 +142,8 @@ class TESSERA_API World {
   std::map<std::string, std::string> backends_;  // by device type name; "" for all others
   mutable std::mutex mutex_;
   std::map<GroupKey, Group> groups_;
+  std::shared_ptr<ProcessRank> process_rank_;
 };
-
-/// What a rank that failed left in a world's store for the others; empty if none did.
-TESSERA_API std::string failure_in(c10d::Store& store);
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process
 /// (`init_process_group`). An error that says what to do if there is none.
@@ -153,8 +168,13 @@ TESSERA_API std::shared_ptr<World> init_process_group(const std::string& backend
                                                       std::chrono::milliseconds timeout = kDefaultTimeout);
 /// The same with everything given by the caller.
 TESSERA_API std::shared_ptr<World> init_process_group(WorldOptions options);
-/// Forgets the process's world.
+/// Ends the process's world: its groups, too, so that meshes and tensors that are left of it cannot communicate any more.
 TESSERA_API void destroy_process_group();
+
+/// Replaces the process's world by one of the ranks that are left, after some have died: they keep their order, and
+/// have ranks from 0. Collective among them; throws if one of them does not come within the timeout of the world. Meshes
+/// and tensors of the old world are of no use any more: make new ones, and load the last checkpoint.
+TESSERA_API std::shared_ptr<World> shrink_process_group();
 
 TESSERA_API int64_t get_rank();
 TESSERA_API int64_t get_world_size();

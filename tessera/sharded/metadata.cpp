@@ -1,6 +1,6 @@
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
-#include <tessera/sharded/bytes.h>
+#include <tessera/bytes.h>
 #include <tessera/sharded/metadata.h>
 
 #include <algorithm>

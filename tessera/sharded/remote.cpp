@@ -1,6 +1,6 @@
 #include <tessera/comm/rpc.h>
 #include <tessera/error.h>
-#include <tessera/sharded/bytes.h>
+#include <tessera/bytes.h>
 #include <tessera/sharded/ranks.h>
 #include <tessera/sharded/remote.h>
 

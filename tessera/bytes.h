@@ -10,7 +10,7 @@
 #include <vector>
 
 /// Values as bytes, the same on every machine that libtorch runs on (little endian).
-namespace tessera::sharded {
+namespace tessera {
 
 class ByteWriter {
  public:
@@ -79,4 +79,4 @@ class ByteReader {
   const char* what_;
 };
 
-}  // namespace tessera::sharded
+}  // namespace tessera

@@ -1,0 +1,307 @@
+#include <tessera/comm/process_rank.h>
+#include <tessera/comm/sockets.h>
+#include <tessera/error.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace tessera {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// The longest that a rank waits for the news of why its transport failed, which the transport may notice first.
+constexpr milliseconds kNewsPatience{1000};
+/// The longest that it waits for the others to say what they are doing.
+constexpr milliseconds kAnswerPatience{500};
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+/// Null if it is of another kind.
+c10::intrusive_ptr<c10d::TCPStore> tcp_store_in(c10::intrusive_ptr<c10d::Store> store) {
+  while (const auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store))
+    store = prefix->getUnderlyingStore();
+  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(store);
+}
+
+/// Where the first group that the world is given listens, which was made before: if this process listens on one port
+/// besides that of the store, it is that one. Of several, nobody can say which.
+std::set<uint16_t> ports_of_given_group(const WorldOptions& options) {
+  if (!options.existing_group) return {};
+  std::set<uint16_t> ports = listening_ports();
+  if (const auto tcp = tcp_store_in(options.store)) ports.erase(tcp->getPort());
+  return ports.size() == 1 ? ports : std::set<uint16_t>();
+}
+
+/// Of this host, as the other ranks reach it.
+std::string own_address(const c10::intrusive_ptr<c10d::Store>& store) {
+  const std::string interfaces = environment("GLOO_SOCKET_IFNAME");
+  if (!interfaces.empty()) {
+    const std::string address = address_of_interface(interfaces.substr(0, interfaces.find(',')));
+    if (!address.empty()) return address;
+  }
+  const auto tcp = tcp_store_in(store);
+  const std::string master = tcp ? tcp->getHost() : environment("MASTER_ADDR");
+  return address_towards(master.empty() ? "127.0.0.1" : master);
+}
+
+/// A part of the store for this world alone: other worlds of the same processes have had others, and who does not know the
+/// token does not find it.
+c10::intrusive_ptr<c10d::Store> store_of_world(const WorldOptions& options, const std::string& token) {
+  const int64_t number = options.store->add(c10::str("tessera/worlds/", options.rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(
+      c10::str("tessera/world/", number, "/", std::hash<std::string>()(token)), options.store);
+}
+
+std::string label_of(const std::vector<int64_t>& ranks, const std::string& purpose) {
+  constexpr size_t kShown = 32;
+  const std::string members = ranks.size() <= kShown
+                                  ? c10::str("[", c10::Join(", ", ranks), "]")
+                                  : c10::str("[", ranks[0], ", ", ranks[1], ", ..., ", ranks.back(), "]");
+  return purpose.empty() ? members : c10::str(members, " (", purpose, ")");
+}
+
+/// The store of a group. It leads to the rank that made it, and its waits end if the world fails.
+class GroupStore final : public c10d::PrefixStore {
+ public:
+  GroupStore(const std::string& name, const c10::intrusive_ptr<c10d::Store>& store,
+             std::weak_ptr<ProcessRank> rank, std::vector<int64_t> ranks, std::string label,
+             milliseconds timeout)
+      : PrefixStore("group/" + name, store),
+        rank_(std::move(rank)),
+        ranks_(std::move(ranks)),
+        label_(std::move(label)),
+        name_(name),
+        limit_(timeout) {}
+
+  std::shared_ptr<ProcessRank> rank() const { return rank_.lock(); }
+  const std::vector<int64_t>& ranks() const { return ranks_; }
+  const std::string& label() const { return label_; }
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key}, limit_);
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys, limit_);
+    return PrefixStore::multiGet(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, limit_); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    const auto deadline = Clock::now() + timeout;
+    milliseconds pause(0);
+    while (true) {
+      const auto rank = rank_.lock();
+      const auto monitor = rank ? rank->monitor() : nullptr;
+      TESSERA_CHECK(monitor, "The group ", name_, " is made after the process group was destroyed.");
+      bool is_there = false;
+      try {
+        is_there = PrefixStore::check(keys);
+      } catch (const std::exception&) {  // the store went with the rank that kept it
+        const std::string failure = monitor->wait_for_failure(kNewsPatience);
+        TESSERA_CHECK(failure.empty(), failure);
+        throw;
+      }
+      if (is_there) return;
+      if (const std::string failure = monitor->failure(); !failure.empty())
+        TESSERA_CHECK(false, failure, "\nRank ", rank->rank(), " was making the group ", name_, ".");
+      if (Clock::now() >= deadline)
+        rank->give_up("making the group " + name_, c10::str("gave up after ", timeout.count(), " ms"),
+                      ranks_);
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause + milliseconds(1), milliseconds(10));
+    }
+  }
+
+ private:
+  const std::weak_ptr<ProcessRank> rank_;
+  const std::vector<int64_t> ranks_;
+  const std::string label_;
+  const std::string name_;
+  const milliseconds limit_;
+};
+
+std::string message_of_transport(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
+}
+
+std::string text_of(const std::vector<int64_t>& ranks) {
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
+}
+
+}  // namespace
+
+ProcessRank::ProcessRank(const WorldOptions& options)
+    : rank_(options.rank),
+      timeout_(options.timeout),
+      address_(own_address(options.store)),
+      store_(store_of_world(options, environment("TESSERA_JOB_TOKEN"))),
+      ports_(ports_of_given_group(options)) {
+  Monitor::Options how;
+  how.rank = rank_;
+  how.size = options.size;
+  how.store = store_;
+  how.address = address_;
+  how.token = environment("TESSERA_JOB_TOKEN");
+  Monitor::Rank rank;
+  rank.state = [this] { return record_.state(); };
+  rank.call_with = [this](int64_t other) { return record_.call_with(other); };
+  rank.interrupt = [this] { interrupt(); };
+  monitor_ = std::make_shared<Monitor>(std::move(how), std::move(rank));
+}
+
+ProcessRank::~ProcessRank() { leave(); }
+
+ProcessRank::Maker ProcessRank::maker_of(const Group& group) {
+  if (const auto store = c10::dynamic_intrusive_pointer_cast<GroupStore>(group->getStore()))
+    return {store->rank(), store->ranks(), store->label()};
+  // One that the world was given.
+  const auto world = has_current_world() ? current_world() : nullptr;
+  if (!world || !world->process_rank()) return {};
+  auto ranks = world->ranks_of(group);
+  if (!ranks) return {};
+  std::string label = label_of(*ranks, "");
+  return {world->process_rank(), std::move(*ranks), std::move(label)};
+}
+
+std::shared_ptr<Monitor> ProcessRank::monitor() const {
+  const std::lock_guard lock(mutex_);
+  return monitor_;
+}
+
+void ProcessRank::leave() {
+  std::shared_ptr<Monitor> monitor;
+  {
+    const std::lock_guard lock(mutex_);
+    monitor.swap(monitor_);
+    gloo_.reset();
+    abortable_.clear();
+    store_.reset();
+  }
+  // The monitor ends outside of the lock, as its thread may want to interrupt.
+}
+
+void ProcessRank::expect_members(const std::string& group, const std::vector<int64_t>& ranks) {
+  const auto monitor = this->monitor();
+  TESSERA_CHECK(monitor, "The world that the group ", group,
+                " is of has ended (destroy_process_group). Make meshes and tensors anew.");
+  if (!monitor->connect(ranks, timeout_))
+    give_up("making the group " + group, c10::str("gave up after ", timeout_.count(), " ms"), ranks);
+}
+
+std::shared_ptr<GlooTransport> ProcessRank::gloo() {
+  const std::lock_guard lock(mutex_);
+  if (!gloo_) gloo_ = std::make_shared<GlooTransport>(address_);
+  return gloo_;
+}
+
+c10::intrusive_ptr<c10d::Store> ProcessRank::store_for(const std::string& group, std::vector<int64_t> ranks,
+                                                       const std::string& purpose) {
+  const std::lock_guard lock(mutex_);
+  std::string label = label_of(ranks, purpose);
+  return c10::make_intrusive<GroupStore>(group, store_, weak_from_this(), std::move(ranks), std::move(label),
+                                         timeout_);
+}
+
+bool ProcessRank::interrupts(const Group& group) const {
+  return c10::dynamic_intrusive_pointer_cast<GroupStore>(group->getStore()) != nullptr;
+}
+
+void ProcessRank::add_ports(const std::set<uint16_t>& ports) {
+  const std::lock_guard lock(mutex_);
+  ports_.insert(ports.begin(), ports.end());
+}
+
+void ProcessRank::add_abortable(c10::intrusive_ptr<c10d::Backend> backend) {
+  const std::lock_guard lock(mutex_);
+  abortable_.push_back(std::move(backend));
+}
+
+void ProcessRank::interrupt() {
+  std::shared_ptr<GlooTransport> gloo;
+  std::vector<c10::intrusive_ptr<c10d::Backend>> abortable;
+  std::set<uint16_t> ports;
+  {
+    const std::lock_guard lock(mutex_);
+    gloo = gloo_;
+    abortable = abortable_;
+    ports = ports_;
+  }
+  if (gloo) gloo->interrupt();
+  for (const uint16_t port : ports) end_connections_at(port);
+  for (const auto& backend : abortable) {
+    try {
+      backend->abort();
+    } catch (const std::exception&) {  // it has no way, or has ended already
+    }
+  }
+}
+
+void ProcessRank::rethrow(const std::exception_ptr& error, uint64_t call, const std::vector<int64_t>& ranks) {
+  const std::string message = message_of_transport(error);
+  const std::string doing = "in " + record_.describe(call);
+  const auto monitor = this->monitor();
+  if (!monitor) std::rethrow_exception(error);
+  const bool is_timeout =
+      message.find("imed out") != std::string::npos || message.find("imeout") != std::string::npos;
+  const std::string failure =
+      is_timeout ? monitor->failure() : monitor->wait_for_failure(kNewsPatience, ranks);
+  if (!failure.empty()) TESSERA_CHECK(false, failure, "\nRank ", rank_, " was ", doing, ".");
+  give_up(doing,
+          is_timeout ? c10::str("gave up after ", timeout_.count(), " ms")
+                     : "lost a connection (" + message + ")",
+          ranks);
+}
+
+void ProcessRank::give_up(const std::string& doing, const std::string& how,
+                          const std::vector<int64_t>& ranks) {
+  const auto monitor = this->monitor();
+  std::vector<int64_t> absent, ended;
+  if (monitor) {
+    try {
+      absent = monitor->missing(ranks);
+    } catch (const std::exception&) {  // nobody can be asked any more who came
+    }
+    ended = monitor->left(ranks);
+    // Who failed said so before it left.
+    const std::string failure = monitor->failure();
+    TESSERA_CHECK(failure.empty(), failure, "\nRank ", rank_, " was ", doing, ".");
+  }
+  std::string text;
+  if (!ended.empty()) {
+    text = c10::str(text_of(ended), ended.size() == 1 ? " has" : " have", " ended, while rank ", rank_,
+                    " is still ", doing, ".");
+  } else if (!absent.empty()) {
+    text = c10::str("rank ", rank_, " ", how, " ", doing, ": ", text_of(absent),
+                    absent.size() == 1 ? " has" : " have", " never come. These came: ", monitor->came(ranks),
+                    ".\nCheck that all processes were started and still run, with the same world size, "
+                    "MASTER_ADDR, MASTER_PORT and TESSERA_JOB_TOKEN, and that they reach each other.");
+  } else {
+    text = c10::str("rank ", rank_, " ", how, " ", doing, ".");
+    if (monitor) text += monitor->ask(ranks, kAnswerPatience);
+  }
+  if (monitor) monitor->fail(text);
+  TESSERA_CHECK(false, text);
+}
+
+}  // namespace tessera

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <tessera/comm/call_record.h>
+#include <tessera/comm/gloo_transport.h>
+#include <tessera/comm/monitor.h>
+#include <tessera/comm/world.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// What a rank that is a process has to do with faults: it watches the others, keeps a record of its own calls, and turns
+/// the errors of transports into what really happened.
+class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
+ public:
+  /// Joins the world of these options, without waiting for the others.
+  explicit ProcessRank(const WorldOptions& options);
+  ~ProcessRank();
+
+  /// Who made a group, and its members.
+  struct Maker {
+    std::shared_ptr<ProcessRank> rank;  // null if it was none of ours, or its world has gone
+    std::vector<int64_t> members;
+    std::string label;  // of the group, in messages
+  };
+  static Maker maker_of(const Group& group);
+
+  int64_t rank() const { return rank_; }
+  /// Of this host, as the other ranks reach it.
+  const std::string& address() const { return address_; }
+  CallRecord& record() { return record_; }
+  /// Null after `leave`.
+  std::shared_ptr<Monitor> monitor() const;
+  /// Says goodbye to the others.
+  void leave();
+
+  /// Waits until the members of a group that is being made are there. Throws, on all of them, if they do not come.
+  void expect_members(const std::string& group, const std::vector<int64_t>& ranks);
+  /// What groups of gloo have in common; made at the first call.
+  std::shared_ptr<GlooTransport> gloo();
+  /// Whether waits on the group end by themselves when the world fails.
+  bool interrupts(const Group& group) const;
+  /// A store for the members of a group to find each other by, whose waits end if the world fails.
+  c10::intrusive_ptr<c10d::Store> store_for(const std::string& group, std::vector<int64_t> ranks,
+                                            const std::string& purpose);
+  /// A group that the world was given has made these ports to listen on: connections there end if the world fails.
+  void add_ports(const std::set<uint16_t>& ports);
+  /// The backend's waits can be ended by its `abort`.
+  void add_abortable(c10::intrusive_ptr<c10d::Backend> backend);
+
+  /// Throws what really happened, instead of what a transport threw in a call of the record on a group of these ranks, and
+  /// sees to it that all ranks hear of it.
+  [[noreturn]] void rethrow(const std::exception_ptr& error, uint64_t call,
+                            const std::vector<int64_t>& ranks);
+  /// The same of a wait that is no call: `doing` completes "rank 2 was ".
+  [[noreturn]] void give_up(const std::string& doing, const std::string& how,
+                            const std::vector<int64_t>& ranks);
+
+ private:
+  void interrupt();
+
+  const int64_t rank_;
+  const std::chrono::milliseconds timeout_;
+  const std::string address_;
+  CallRecord record_;
+  mutable std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<GlooTransport> gloo_;
+  std::set<uint16_t> ports_;  // of groups that the world was given
+  std::vector<c10::intrusive_ptr<c10d::Backend>> abortable_;
+  std::shared_ptr<Monitor> monitor_;
+};
+
+}  // namespace tessera

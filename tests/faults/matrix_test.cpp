@@ -1,0 +1,496 @@
+// One rank comes to grief, in every way, at every kind of step, on processes and on threads: every other rank has an error,
+// within a bound, that names the one; nothing is left behind, and the process can go on.
+//
+// `make faults` tries all of it; else a sample does, drawn by a seed.
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/comm/collectives.h>
+#include <tessera/comm/rpc.h>
+#include <tessera/comm/run.h>
+#include <tessera/dtensor/dtensor.h>
+#include <tessera/sharded/shard_tensor.h>
+#include <tessera/sharded/sharded_tensor.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <new>
+#include <random>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+#include <torch/optim/sgd.h>
+
+#include "tests/support/ranks.h"
+
+namespace tessera {
+namespace {
+
+using c10d::ReduceOp;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using testing::spawn_ranks;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kRanks = 4, kCulprit = 2;
+constexpr std::chrono::milliseconds kTimeout(4000);
+
+// --- The ways ---------------------------------------------------------------------------------------------
+
+struct Fault {
+  std::string name;
+  std::function<void()> strike;
+  bool is_silent;                     // nobody hears of it: the others wait for their timeout
+  bool ends_process;                  // else it works on threads too
+  std::vector<std::string> named_as;  // what the others' error says of it: one of these
+};
+
+const std::vector<Fault>& faults() {
+  static const std::vector<Fault> all{
+      {"kill", [] { ::raise(SIGKILL); }, false, true, {"was killed by signal 9"}},
+      {"segfault",
+       [] {
+         std::signal(SIGSEGV, SIG_DFL);
+         ::raise(SIGSEGV);
+       },
+       false,
+       true,
+       {"was killed by signal 11"}},
+      {"stop", [] { ::raise(SIGSTOP); }, true, true, {"does not answer"}},
+      {"exit", [] { std::_Exit(3); }, false, true, {"exited with code 3"}},
+      {"throw",
+       [] { throw std::runtime_error("the disk is full"); },
+       false,
+       false,
+       {"failed: the disk is full"}},
+      {"throw_int", [] { throw 7; }, false, false, {"failed: an exception that is not a std::exception"}},
+      {"bad_alloc", [] { throw std::bad_alloc(); }, false, false, {"failed: std::bad_alloc"}},
+      {"sleep",
+       [] { std::this_thread::sleep_for(kTimeout * 2); },
+       true,
+       false,
+       {"in no collective", "has never come", "so far"}},
+      {"return", [] { throw Fault(); }, false, false, {"has ended"}},
+  };
+  return all;
+}
+
+// --- The steps --------------------------------------------------------------------------------------------
+
+/// What a step works with.
+struct Scene {
+  Group group = current_world()->group();
+  Group pair;  // of ranks 0 and 1, on these: without the culprit
+  DeviceMesh mesh = init_device_mesh(at::kCPU, {kRanks});
+  std::string directory;
+  int turn = 0;
+};
+
+at::Tensor some(const DeviceMesh& mesh, const Placement& placement) {
+  return distribute_tensor(at::arange(48, at::kFloat).view({8, 6}), mesh, {placement});
+}
+
+sharded::ChunkShardingSpec sharded_along(int64_t dim) {
+  return {dim, {"rank:0/cpu", "rank:1/cpu", "rank:2/cpu", "rank:3/cpu"}};
+}
+sharded::ShardedTensor sharded_rows() { return sharded::shard_tensor(at::ones({8, 4}), sharded_along(0)); }
+
+using Step = std::function<void(Scene&)>;
+
+const std::map<std::string, Step>& steps() {
+  static const std::map<std::string, Step> all{
+      {"all_reduce", [](Scene& s) { comm::all_reduce(at::ones({100}), ReduceOp::SUM, s.group).wait(); }},
+      {"all_reduce_large",
+       [](Scene& s) { comm::all_reduce(at::ones({1 << 20}), ReduceOp::SUM, s.group).wait(); }},
+      {"all_gather",
+       [](Scene& s) { comm::all_gather_into(at::empty({400}), at::ones({100}), s.group).wait(); }},
+      {"reduce_scatter",
+       [](Scene& s) {
+         comm::reduce_scatter_from(at::empty({100}), at::ones({400}), ReduceOp::SUM, s.group).wait();
+       }},
+      {"all_to_all",
+       [](Scene& s) {
+         comm::Tensors in, out;
+         for (int i = 0; i < kRanks; ++i)
+           in.push_back(at::ones({i + 1})), out.push_back(at::empty({get_rank() + 1}));
+         comm::all_to_all(out, in, s.group).wait();
+       }},
+      {"broadcast",
+       [](Scene& s) {
+         comm::broadcast(at::ones({100}), kCulprit, s.group).wait();
+         comm::barrier(s.group).wait();
+       }},
+      {"reduce",
+       [](Scene& s) {
+         comm::reduce(at::ones({100}), ReduceOp::SUM, 0, s.group).wait();
+         comm::barrier(s.group).wait();
+       }},
+      {"gather",
+       [](Scene& s) {
+         comm::Tensors out;
+         if (get_rank() == 0) out.assign(kRanks, at::empty({3}));
+         comm::gather(out, at::ones({3}), 0, s.group).wait();
+         comm::barrier(s.group).wait();
+       }},
+      {"scatter",
+       [](Scene& s) {
+         comm::Tensors in;
+         if (get_rank() == kCulprit) in.assign(kRanks, at::ones({3}));
+         comm::scatter(at::empty({3}), in, kCulprit, s.group).wait();
+         comm::barrier(s.group).wait();
+       }},
+      {"barrier", [](Scene& s) { comm::barrier(s.group).wait(); }},
+      {"message",
+       [](Scene& s) {
+         if (get_rank() == kCulprit) comm::send(at::ones({3}), 0, s.group).wait();
+         if (get_rank() == 0) comm::recv(at::empty({3}), kCulprit, s.group).wait();
+         comm::barrier(s.group).wait();
+       }},
+      {"other_groups",
+       [](Scene& s) {
+         // Half of the ranks have nothing to do with the culprit, and hear of it nevertheless.
+         do {
+           comm::barrier(s.pair).wait();
+         } while (s.turn == 2 && get_rank() < 2);
+       }},
+      {"new_group",
+       [](Scene&) {
+         comm::barrier(current_world()->group({3, 2, 1, 0}, at::kCPU)).wait();
+       }},
+      {"mesh",
+       [](Scene&) {
+         init_device_mesh(at::kCPU, {2, 2});
+         comm::barrier(current_world()->group({1, 0, 3, 2}, at::kCPU)).wait();
+       }},
+      {"redistribute",
+       [](Scene& s) {
+         DTensor(some(s.mesh, Shard(0))).redistribute(Placements{Shard(1)});
+         comm::barrier(s.group).wait();
+       }},
+      {"operator",
+       [](Scene& s) {
+         some(s.mesh, Shard(1)).softmax(1);
+         comm::barrier(s.group).wait();
+       }},
+      {"backward",
+       [](Scene& s) {
+         const at::Tensor x = some(s.mesh, Shard(0)).requires_grad_(),
+                          w = some(s.mesh, Replicate()).requires_grad_();
+         (x.mul(w)).sum().backward();
+         w.grad().sum().item<float>();
+       }},
+      {"optimizer",
+       [](Scene& s) {
+         const at::Tensor w = some(s.mesh, Shard(0)).requires_grad_();
+         torch::optim::SGD optimizer({w}, 0.1);
+         w.pow(2).sum().backward();
+         optimizer.step();
+         w.sum().item<float>();
+       }},
+      {"sharded_gather",
+       [](Scene&) {
+         sharded_rows().gather(0);
+         comm::barrier(current_world()->group()).wait();
+       }},
+      {"reshard",
+       [](Scene&) {
+         sharded_rows().reshard(sharded_along(1));
+         comm::barrier(current_world()->group()).wait();
+       }},
+      {"save",
+       [](Scene& s) {
+         checkpoint::StateDict state;
+         state["w"] = some(s.mesh, Shard(0));
+         checkpoint::save(state, s.directory + "/step");
+       }},
+      {"load",
+       [](Scene& s) {
+         checkpoint::StateDict state;
+         state["w"] = some(s.mesh, Shard(0));
+         checkpoint::load(state, s.directory + "/first");
+       }},
+      {"shutdown", {}},
+      {"init", {}},
+  };
+  return all;
+}
+
+/// The culprit is struck before the third time; the others are in it, or on the way to it.
+void do_step(const std::string& name, const Fault& fault, const std::string& directory) {
+  const bool is_culprit = get_rank() == kCulprit;
+  Scene scene;
+  scene.directory = directory;
+  scene.pair = current_world()->group(
+      get_rank() < 2 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{2, 3}, at::kCPU);
+  if (name == "load") {
+    checkpoint::StateDict state;
+    state["w"] = some(scene.mesh, Shard(0));
+    checkpoint::save(state, directory + "/first");
+  }
+  const auto& step = steps().at(name);
+  for (int& turn = scene.turn; turn < 4; ++turn) {
+    if (turn == 2) {
+      if (is_culprit) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        fault.strike();
+      }
+    }
+    if (step) step(scene);
+  }
+}
+
+// --- On processes -----------------------------------------------------------------------------------------
+
+int64_t count_entries(const char* directory) {
+  return std::distance(std::filesystem::directory_iterator(directory), {});
+}
+
+std::string open_files() {
+  std::string text;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code none;
+    text += entry.path().filename().string() + " -> " +
+            std::filesystem::read_symlink(entry.path(), none).string() + "\n";
+  }
+  return text;
+}
+
+std::string environment(const char* name) { return std::getenv(name); }
+
+void note_time(const std::string& path) {
+  std::ofstream(path) << Clock::now().time_since_epoch().count() << std::endl;
+}
+
+const Fault& fault_named(const std::string& name) {
+  return *std::find_if(faults().begin(), faults().end(),
+                       [&](const Fault& each) { return each.name == name; });
+}
+
+RANK_BODY(fault) {
+  const std::string step = environment("TESSERA_TEST_STEP"),
+                    directory = environment("TESSERA_TEST_DIRECTORY");
+  Fault fault = fault_named(environment("TESSERA_TEST_FAULT"));
+  const bool is_culprit = environment("RANK") == std::to_string(kCulprit);
+  const auto strike = fault.strike;
+  fault.strike = [&] {
+    note_time(directory + "/struck");
+    strike();
+  };
+  RunOptions options;
+  options.timeout = kTimeout;
+  std::string error;
+  int64_t threads = 0, files = 0;
+  // What libtorch keeps for the process is there after the first tensor operation.
+  at::ones({1000, 1000}).sum();
+  threads = count_entries("/proc/self/task");
+  files = count_entries("/proc/self/fd");
+  try {
+    if (step == "init" && is_culprit) fault.strike();
+    launch(
+        1,
+        [&] {
+          try {
+            do_step(step, fault, directory);
+            if (step == "shutdown" && is_culprit) fault.strike();
+          } catch (const Fault&) {  // "return"
+          }
+        },
+        options);
+  } catch (const c10::Error& caught) {
+    error = caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  } catch (int) {
+    error = "an int";
+  } catch (const Fault&) {
+  }
+  const auto now = Clock::now().time_since_epoch().count();
+  std::cout << "\n<<error " << error << ">>\n<<time " << now << ">>" << std::endl;
+  if (is_culprit) return;
+  // Threads end a moment after they are told to.
+  for (int i = 0; i < 100 && count_entries("/proc/self/task") > threads; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_LE(count_entries("/proc/self/task"), threads);
+  EXPECT_LE(count_entries("/proc/self/fd"), files) << open_files();
+  // The process can go on.
+  run(2, [] {
+    at::Tensor tensor = at::ones({1});
+    comm::all_reduce(tensor, ReduceOp::SUM, current_world()->group()).wait();
+    EXPECT_EQ(tensor.item<float>(), 2);
+  });
+}
+
+std::string between(const std::string& text, const std::string& begin, const std::string& end) {
+  const size_t from = text.find(begin);
+  if (from == std::string::npos) return "";
+  return text.substr(from + begin.size(), text.find(end, from) - from - begin.size());
+}
+
+class Directory {
+ public:
+  Directory() {
+    std::string path = ::testing::TempDir() + "/tessera_faults_XXXXXX";
+    path_ = ::mkdtemp(path.data());
+  }
+  ~Directory() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+/// A process that stopped is killed when the others have ended.
+std::function<void(const std::vector<pid_t>&)> kill_last(std::thread& waiter) {
+  return [&waiter](const std::vector<pid_t>& pids) {
+    waiter = std::thread([pids] {
+      for (size_t rank = 0; rank < pids.size(); ++rank) {
+        siginfo_t info{};
+        if (rank != static_cast<size_t>(kCulprit))
+          ::waitid(P_PID, static_cast<id_t>(pids[rank]), &info, WEXITED | WNOWAIT);
+      }
+      ::kill(pids[kCulprit], SIGKILL);
+    });
+  };
+}
+
+struct Cell {
+  std::string fault, step;
+};
+std::ostream& operator<<(std::ostream& out, const Cell& cell) {
+  return out << cell.fault << "_in_" << cell.step;
+}
+
+/// Without what makes no sense: to return from `shutdown` is what all do.
+std::vector<Cell> all_cells() {
+  std::vector<Cell> cells;
+  for (const Fault& fault : faults()) {
+    for (const auto& [step, body] : steps()) {
+      const bool is_outside = step == "init" || step == "shutdown";
+      if (is_outside && (fault.name == "return" || fault.name == "sleep")) continue;
+      if (step == "init" && fault.name == "stop") continue;
+      // They do not hear of ranks that do nothing wrong.
+      if (step == "other_groups" && (fault.is_silent || fault.name == "return")) continue;
+      cells.push_back({fault.name, step});
+    }
+  }
+  return cells;
+}
+
+std::vector<Cell> cells_to_try() {
+  auto cells = all_cells();
+  const char* all = std::getenv("TESSERA_FAULTS");
+  if (all && std::string(all) == "all") return cells;
+  std::mt19937_64 random(18);
+  std::shuffle(cells.begin(), cells.end(), random);
+  cells.resize(12);
+  return cells;
+}
+
+class FaultOnProcesses : public ::testing::TestWithParam<Cell> {};
+INSTANTIATE_TEST_SUITE_P(Matrix, FaultOnProcesses, ::testing::ValuesIn(cells_to_try()),
+                         [](const auto& info) { return ::testing::PrintToString(info.param); });
+
+TEST_P(FaultOnProcesses, EverySurvivorKnowsWho) {
+  const auto& [fault_name, step] = GetParam();
+  const Fault& fault = fault_named(fault_name);
+  const Directory directory;
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_TEST_FAULT", fault_name},
+                         {"TESSERA_TEST_STEP", step},
+                         {"TESSERA_TEST_DIRECTORY", directory.path()},
+                         {"TESSERA_WAIT_REPORT_SECONDS", "0"}};
+  options.timeout = std::chrono::seconds(60);
+  std::thread waiter;
+  options.after_start = kill_last(waiter);
+  const auto results = spawn_ranks("fault", kRanks, options);
+  waiter.join();
+  int64_t struck = 0;
+  std::ifstream(directory.path() + "/struck") >> struck;
+  ASSERT_NE(struck, 0) << "the culprit never came so far:\n" << results[kCulprit].output;
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    if (rank == kCulprit) continue;
+    SCOPED_TRACE(c10::str("rank ", rank));
+    const std::string& output = results[rank].output;
+    EXPECT_TRUE(results[rank].ok()) << output;
+    const std::string error = between(output, "<<error ", ">>");
+    // Who has ended before it does not hear of it, except for who keeps the store; here the launcher does.
+    if (step == "shutdown") continue;
+    if (step == "init") {
+      EXPECT_THAT(error, AllOf(HasSubstr("rank 2 has never come"), HasSubstr("rank 0 (process ")));
+      continue;
+    }
+    EXPECT_THAT(error, HasSubstr("rank 2"));
+    bool is_named = false;
+    for (const std::string& name : fault.named_as)
+      is_named = is_named || error.find(name) != std::string::npos;
+    EXPECT_TRUE(is_named) << error;
+    const int64_t took_ns = std::atoll(between(output, "<<time ", ">>").c_str()) - struck;
+    const std::chrono::duration<double> took = std::chrono::nanoseconds(took_ns);
+    std::cout << "rank " << rank << " after " << took.count() << " s: " << error << "\n";
+  }
+}
+
+// --- On threads -------------------------------------------------------------------------------------------
+
+std::vector<Cell> thread_cells() {
+  std::vector<Cell> cells;
+  for (const Cell& cell : all_cells()) {
+    if (!fault_named(cell.fault).ends_process && cell.step != "init" && cell.step != "shutdown")
+      cells.push_back(cell);
+  }
+  return cells;
+}
+
+class FaultOnThreads : public ::testing::TestWithParam<Cell> {};
+INSTANTIATE_TEST_SUITE_P(Matrix, FaultOnThreads, ::testing::ValuesIn(thread_cells()),
+                         [](const auto& info) { return ::testing::PrintToString(info.param); });
+
+TEST_P(FaultOnThreads, EverySurvivorKnowsWho) {
+  const auto& [fault_name, step] = GetParam();
+  const Fault& fault = fault_named(fault_name);
+  const Directory directory;
+  RunOptions options;
+  options.timeout = std::chrono::milliseconds(fault.is_silent ? 300 : 4000);
+  Fault mine = fault;
+  if (fault.is_silent) mine.strike = [] { std::this_thread::sleep_for(std::chrono::milliseconds(900)); };
+  std::vector<std::string> errors(kRanks);
+  const int64_t threads = count_entries("/proc/self/task");
+  run(
+      kRanks,
+      [&] {
+        try {
+          do_step(step, mine, directory.path());
+        } catch (const Fault&) {
+        } catch (const c10::Error& caught) {
+          errors[get_rank()] = caught.what_without_backtrace();
+          current_world()->report_failure(errors[get_rank()]);
+        } catch (const std::exception& caught) {
+          errors[get_rank()] = caught.what();
+          current_world()->report_failure(errors[get_rank()]);
+        } catch (...) {
+          errors[get_rank()] = "an exception that is not a std::exception";
+          current_world()->report_failure(errors[get_rank()]);
+        }
+      },
+      options);
+  EXPECT_LE(count_entries("/proc/self/task"), threads + 1);  // that which reports long waits
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    if (rank == kCulprit) continue;
+    SCOPED_TRACE(c10::str("rank ", rank));
+    EXPECT_THAT(errors[rank], HasSubstr("rank 2"));
+    bool is_named = fault.is_silent && errors[rank].find("gave up") != std::string::npos;
+    for (const std::string& name : fault.named_as)
+      is_named = is_named || errors[rank].find(name) != std::string::npos;
+    EXPECT_TRUE(is_named) << errors[rank];
+  }
+}
+
+}  // namespace
+}  // namespace tessera

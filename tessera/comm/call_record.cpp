@@ -77,7 +77,7 @@ uint64_t CallRecord::begin(const char* name, const at::Tensor* tensor, const Gro
   GroupCalls& calls = groups_[group.get()];
   if (calls.ranks.empty()) {
     calls.ranks = ranks;
-    calls.label = label;
+    if (calls.label.empty()) calls.label = label;
   }
   const uint64_t id = ++count_;
   Entry& entry = entries_[id % kCalls];
@@ -95,6 +95,11 @@ uint64_t CallRecord::begin(const char* name, const at::Tensor* tensor, const Gro
     std::copy_n(tensor->sizes().begin(), std::min(entry.dims, kDims), entry.sizes.begin());
   }
   return id;
+}
+
+void CallRecord::set_label(const Group& group, std::string label) {
+  const std::lock_guard lock(mutex_);
+  groups_[group.get()].label = std::move(label);
 }
 
 void CallRecord::end(uint64_t id) {

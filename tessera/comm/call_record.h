@@ -38,6 +38,8 @@ class CallRecord {
   /// Notes a call on a group of these ranks, which messages call `label`. `tensor` is what it is about, or null. `name` is a literal.
   uint64_t begin(const char* name, const at::Tensor* tensor, const Group& group,
                  const std::vector<int64_t>& ranks, const std::string& label);
+  /// Messages call the group so from now on, whatever `begin` says.
+  void set_label(const Group& group, std::string label);
   /// The call has ended.
   void end(uint64_t id);
 

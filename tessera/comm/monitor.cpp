@@ -44,13 +44,15 @@ std::string key_of(int64_t rank) { return c10::str("rank/", rank); }
 struct Presence {
   std::string process;
   std::string address;
-  uint16_t port = 0;
+  uint16_t port = 0;    // 0: it has left
+  std::string failure;  // of the world, as it knew when it left
 };
 
 std::string to_bytes(const Presence& presence) {
   ByteWriter out;
   out.put(std::string_view(presence.process));
   out.put(std::string_view(presence.address));
+  out.put(std::string_view(presence.failure));
   out.put(presence.port);
   return out.take();
 }
@@ -60,6 +62,7 @@ Presence presence_from_bytes(std::string_view bytes) {
   Presence presence;
   presence.process = in.get_text();
   presence.address = in.get_text();
+  presence.failure = in.get_text();
   presence.port = in.get<uint16_t>();
   return presence;
 }
@@ -119,14 +122,15 @@ class Monitor::Connections {
     // The one with the higher rank connects.
     for (const int64_t rank : monitored_neighbours(options.rank, options.size)) {
       if (rank < options.rank) to_find_.insert(rank);
+      if (rank > options.rank) to_come_.emplace(rank, std::nullopt);
     }
-    const Presence mine{this_process(), options.address, port_of(listener_)};
+    const Presence mine{this_process(), options.address, port_of(listener_), ""};
     options.store->set(key_of(options.rank), to_bytes(mine));
   }
   /// Those who never were connected with this rank learn from the store that it has left.
   void leave_word() const {
     try {
-      store_->set(key_of(monitor_.options_.rank), to_bytes(Presence{this_process(), "", 0}));
+      store_->set(key_of(monitor_.options_.rank), to_bytes(Presence{this_process(), "", 0, monitor_.failure()}));
     } catch (const std::exception&) {  // the store is gone
     }
   }
@@ -152,7 +156,7 @@ class Monitor::Connections {
       if (is_stopping_ && !deadline) deadline = Clock::now() + kGoodbyePatience;
       if (deadline && (!has_unsent() || Clock::now() >= *deadline)) return part();
       wait_for_events(deadline);
-      find_neighbours();
+      look_for_neighbours();
       declare_deaths();
     }
   }
@@ -263,7 +267,7 @@ class Monitor::Connections {
   int timeout_until(const std::optional<Clock::time_point>& deadline) const {
     std::optional<Clock::time_point> next = deadline;
     const auto consider = [&](Clock::time_point time) { next = next ? std::min(*next, time) : time; };
-    if (!to_find_.empty()) consider(next_look_);
+    if (!to_find_.empty() || !to_come_.empty()) consider(next_look_);
     for (const auto& [rank, death] : deaths_) consider(death.declare_at);
     if (!next) return -1;
     const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
@@ -362,15 +366,44 @@ class Monitor::Connections {
              (!from.expected || *from.expected == rank));
     from.watch.emplace(std::string(in.get_text()));
     from.rank = rank;
+    to_come_.erase(rank);
     const std::lock_guard lock(monitor_.mutex_);
     for (const News& news : monitor_.known_) from.out += encode(news);
     monitor_.connected_.insert(rank);
     monitor_.changed_.notify_all();
   }
 
+  void look_for_neighbours() {
+    if ((to_find_.empty() && to_come_.empty()) || Clock::now() < next_look_) return;
+    find_neighbours();
+    watch_those_to_come();
+    look_pause_ = std::min(look_pause_ * 5 / 4 + milliseconds(1), milliseconds(200));
+    next_look_ = Clock::now() + look_pause_;
+  }
+
+  /// One that was there may have died before it connected.
+  void watch_those_to_come() {
+    for (auto each = to_come_.begin(); each != to_come_.end();) {
+      const int64_t rank = each->first;
+      std::optional<ProcessWatch>& watch = each->second;
+      try {
+        if (!watch) {
+          if (const auto presence = find_presence(*store_, rank)) watch.emplace(presence->process);
+        }
+      } catch (const std::exception&) {  // the store is gone, or not reachable now
+      }
+      const auto end = watch ? watch->end() : std::nullopt;
+      if (!end) {
+        ++each;
+        continue;
+      }
+      if (!has_left(rank)) add_death(rank, *watch, *end);
+      each = to_come_.erase(each);
+    }
+  }
+
   /// Looks in the store for neighbours that have not been found, and connects with them.
   void find_neighbours() {
-    if (to_find_.empty() || Clock::now() < next_look_) return;
     for (auto rank = to_find_.begin(); rank != to_find_.end();) {
       try {
         if (const auto presence = find_presence(*store_, *rank)) {
@@ -388,8 +421,6 @@ class Monitor::Connections {
       }
       ++rank;
     }
-    look_pause_ = std::min(look_pause_ * 5 / 4 + milliseconds(1), milliseconds(200));
-    next_look_ = Clock::now() + look_pause_;
   }
 
   void end_those_over() {
@@ -420,10 +451,14 @@ class Monitor::Connections {
       to_find_.insert(rank);
       return;
     }
+    if (connection.watch)
+      add_death(rank, *connection.watch,
+                end.value_or("is not reachable any more, or has closed its connections"));
+  }
+
+  void add_death(int64_t rank, const ProcessWatch& watch, const std::string& how) {
     Death death;
-    death.text = c10::str("rank ", rank, " (",
-                          connection.watch ? describe_process(connection.watch->process()) : "unknown", ") ",
-                          end.value_or("is not reachable any more, or has closed its connections"));
+    death.text = c10::str("rank ", rank, " (", describe_process(watch.process()), ") ", how);
     if (const std::string call = monitor_.rank_.call_with(rank); !call.empty()) {
       death.text += ", during " + call;
       death.declare_at = Clock::now();
@@ -435,12 +470,14 @@ class Monitor::Connections {
 
   /// Whether a rank that this one never was connected with has said goodbye.
   bool has_left(int64_t rank) const {
+    std::optional<Presence> presence;
     try {
-      const auto presence = find_presence(*store_, rank);
-      if (!presence || presence->port != 0) return false;
+      presence = find_presence(*store_, rank);
     } catch (const std::exception&) {
       return false;
     }
+    if (!presence || presence->port != 0) return false;
+    if (!presence->failure.empty()) monitor_.fail(presence->failure);
     const std::lock_guard lock(monitor_.mutex_);
     monitor_.left_.insert(rank);
     monitor_.changed_.notify_all();
@@ -474,8 +511,9 @@ class Monitor::Connections {
   const int wake_;
   std::atomic<bool> is_stopping_ = false;
   std::vector<std::unique_ptr<Connection>> all_;
-  std::vector<std::string> outbox_;  // guarded by the monitor
-  std::set<int64_t> to_find_;
+  std::vector<std::string> outbox_;                         // guarded by the monitor
+  std::set<int64_t> to_find_;                               // this rank connects with them
+  std::map<int64_t, std::optional<ProcessWatch>> to_come_;  // they connect with this one
   milliseconds look_pause_{1};
   Clock::time_point next_look_ = Clock::now();
   std::map<int64_t, Death> deaths_;

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <numeric>
+#include <future>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,11 +29,12 @@ std::string environment(const char* name) {
   return value ? value : "";
 }
 
+// c10::dynamic_intrusive_pointer_cast leaks what it cannot cast: so with plain pointers.
+
 /// Null if it is of another kind.
-c10::intrusive_ptr<c10d::TCPStore> tcp_store_in(c10::intrusive_ptr<c10d::Store> store) {
-  while (const auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store))
-    store = prefix->getUnderlyingStore();
-  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(store);
+const c10d::TCPStore* tcp_store_in(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return dynamic_cast<c10d::TCPStore*>(prefix ? prefix->getUnderlyingNonPrefixStore().get() : store.get());
 }
 
 /// Where the first group that the world is given listens, which was made before: if this process listens on one port
@@ -41,7 +42,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store_in(c10::intrusive_ptr<c10d::Store> 
 std::set<uint16_t> ports_of_given_group(const WorldOptions& options) {
   if (!options.existing_group) return {};
   std::set<uint16_t> ports = listening_ports();
-  if (const auto tcp = tcp_store_in(options.store)) ports.erase(tcp->getPort());
+  if (const auto* tcp = tcp_store_in(options.store)) ports.erase(tcp->getPort());
   return ports.size() == 1 ? ports : std::set<uint16_t>();
 }
 
@@ -52,7 +53,7 @@ std::string own_address(const c10::intrusive_ptr<c10d::Store>& store) {
     const std::string address = address_of_interface(interfaces.substr(0, interfaces.find(',')));
     if (!address.empty()) return address;
   }
-  const auto tcp = tcp_store_in(store);
+  const auto* tcp = tcp_store_in(store);
   const std::string master = tcp ? tcp->getHost() : environment("MASTER_ADDR");
   return address_towards(master.empty() ? "127.0.0.1" : master);
 }
@@ -133,6 +134,11 @@ class GroupStore final : public c10d::PrefixStore {
   const milliseconds limit_;
 };
 
+/// Null if it is none of ours.
+const GroupStore* group_store_of(const Group& group) {
+  return dynamic_cast<const GroupStore*>(group->getStore().get());
+}
+
 std::string message_of_transport(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -173,8 +179,7 @@ ProcessRank::ProcessRank(const WorldOptions& options)
 ProcessRank::~ProcessRank() { leave(); }
 
 ProcessRank::Maker ProcessRank::maker_of(const Group& group) {
-  if (const auto store = c10::dynamic_intrusive_pointer_cast<GroupStore>(group->getStore()))
-    return {store->rank(), store->ranks(), store->label()};
+  if (const GroupStore* store = group_store_of(group)) return {store->rank(), store->ranks(), store->label()};
   // One that the world was given.
   const auto world = has_current_world() ? current_world() : nullptr;
   if (!world || !world->process_rank()) return {};
@@ -205,8 +210,23 @@ void ProcessRank::expect_members(const std::string& group, const std::vector<int
   const auto monitor = this->monitor();
   TESSERA_CHECK(monitor, "The world that the group ", group,
                 " is of has ended (destroy_process_group). Make meshes and tensors anew.");
-  if (!monitor->connect(ranks, timeout_))
+  if (!monitor->connect(ranks, timeout_) || !monitor->left(ranks).empty())
     give_up("making the group " + group, c10::str("gave up after ", timeout_.count(), " ms"), ranks);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessRank::make_backend(const std::string& name,
+                                                            const BackendRequest& request) const {
+  // Nothing can wake who waits there. So another thread does: after a failure it is left to itself, and ends at its timeout.
+  std::packaged_task<c10::intrusive_ptr<c10d::Backend>()> task(
+      [name, request] { return tessera::make_backend(name, request); });
+  auto made = task.get_future();
+  std::thread(std::move(task)).detach();
+  const auto monitor = this->monitor();
+  while (made.wait_for(milliseconds(20)) != std::future_status::ready) {
+    const std::string failure = monitor ? monitor->failure() : "";
+    TESSERA_CHECK(failure.empty(), failure, "\nRank ", rank_, " was making the group ", request.name, ".");
+  }
+  return made.get();
 }
 
 std::shared_ptr<GlooTransport> ProcessRank::gloo() {
@@ -223,9 +243,11 @@ c10::intrusive_ptr<c10d::Store> ProcessRank::store_for(const std::string& group,
                                          timeout_);
 }
 
-bool ProcessRank::interrupts(const Group& group) const {
-  return c10::dynamic_intrusive_pointer_cast<GroupStore>(group->getStore()) != nullptr;
+void ProcessRank::name_group(const Group& group, const std::vector<int64_t>& ranks, const std::string& name) {
+  record_.set_label(group, name + " " + label_of(ranks, ""));
 }
+
+bool ProcessRank::interrupts(const Group& group) const { return group_store_of(group) != nullptr; }
 
 void ProcessRank::add_ports(const std::set<uint16_t>& ports) {
   const std::lock_guard lock(mutex_);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/comm/backends.h>
 #include <tessera/comm/call_record.h>
 #include <tessera/comm/gloo_transport.h>
 #include <tessera/comm/monitor.h>
@@ -42,6 +43,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
 
   /// Waits until the members of a group that is being made are there. Throws, on all of them, if they do not come.
   void expect_members(const std::string& group, const std::vector<int64_t>& ranks);
+  /// As the function of that name, but ends when the world fails: a transport may wait for a member that has died.
+  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
+                                                 const BackendRequest& request) const;
   /// What groups of gloo have in common; made at the first call.
   std::shared_ptr<GlooTransport> gloo();
   /// Whether waits on the group end by themselves when the world fails.
@@ -49,6 +53,7 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   /// A store for the members of a group to find each other by, whose waits end if the world fails.
   c10::intrusive_ptr<c10d::Store> store_for(const std::string& group, std::vector<int64_t> ranks,
                                             const std::string& purpose);
+  void name_group(const Group& group, const std::vector<int64_t>& ranks, const std::string& name);
   /// A group that the world was given has made these ports to listen on: connections there end if the world fails.
   void add_ports(const std::set<uint16_t>& ports);
   /// The backend's waits can be ended by its `abort`.

@@ -167,7 +167,8 @@ Group World::find_or_make(GroupKey key) {
   }
   c10::intrusive_ptr<c10d::Backend> backend;
   try {
-    backend = make_backend(key.backend, request);
+    backend = process_rank_ ? process_rank_->make_backend(key.backend, request)
+                            : make_backend(key.backend, request);
   } catch (const std::exception& error) {
     // gloo notices that a member is gone as a connection that cannot be made.
     const auto monitor = process_rank_ ? process_rank_->monitor() : nullptr;
@@ -242,17 +243,18 @@ void World::wait_for_end_of_others(std::chrono::milliseconds patience) const {
 void World::leave() {
   if (!process_rank_) return;
   process_rank_->leave();
-  // Meshes may outlive the world, in caches too; connections and threads do not.
-  std::map<GroupKey, Group> groups;
-  {
-    std::lock_guard lock(mutex_);
-    groups.swap(groups_);
-    options_.store.reset();
-  }
+  // Meshes may outlive the world, in caches too, and refer to its groups; connections and threads end.
+  std::lock_guard lock(mutex_);
+  options_.store.reset();
   const Blocking blocking;
-  for (const auto& [key, group] : groups) {
+  for (const auto& [key, group] : groups_) {
     if (process_rank_->interrupts(group)) group->release_resources();
   }
+}
+
+void World::name_group(const Group& group, const std::string& name) {
+  const auto ranks = process_rank_ ? ranks_of(group) : std::nullopt;
+  if (ranks) process_rank_->name_group(group, *ranks, name);
 }
 
 std::shared_ptr<World> current_world() {

@@ -93,6 +93,9 @@ class TESSERA_API World {
   /// order with what is called on other groups, so that another thread of each rank may do so.
   Group group_for(const std::string& purpose);
 
+  /// From now on, messages say `name` of the group too, as in "group tp [0, 2]".
+  void name_group(const Group& group, const std::string& name);
+
   /// The ranks of a group that this world made, or nothing if it did not make it.
   std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
 

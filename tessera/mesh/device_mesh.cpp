@@ -280,6 +280,7 @@ struct DeviceMesh::State {
     c10d::ProcessGroup* known = groups[position].load(std::memory_order_acquire);
     if (known) return Group::reclaim_copy(known);
     Group made = group(axes[position]);
+    if (!names.empty() && !axes[position].group) root->world->name_group(made, names[position]);
     groups[position].store(made.get(), std::memory_order_release);
     return made;
   }

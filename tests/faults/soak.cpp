@@ -61,7 +61,8 @@ void train(const DeviceMesh& mesh, int steps) {
   for (int step = 0; step < steps; ++step) {
     const at::Tensor inputs = randn({10, 6}, mesh, {Shard(0)});
     optimizer.zero_grad();
-    torch::nn::functional::mse_loss(model->forward(inputs), at::zeros_like(model->forward(inputs))).backward();
+    torch::nn::functional::mse_loss(model->forward(inputs), at::zeros_like(model->forward(inputs)))
+        .backward();
     optimizer.step();
   }
 }
@@ -116,13 +117,14 @@ void join(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
   join.rank = options.rank;
   join.size = 3;
   join.store = c10::make_intrusive<c10d::PrefixStore>(c10::str("soak/", world), store);
-  join.timeout = std::chrono::seconds(60);
+  join.timeout = std::chrono::seconds(20);
   init_process_group(std::move(join));
 }
 
 /// What happens to rank 2, and when: the same on all ranks.
 struct Fate {
-  explicit Fate(uint64_t seed) : common(seed), turns(static_cast<int>(common() % 6)), how(static_cast<int>(common() % 4)) {}
+  explicit Fate(uint64_t seed)
+      : common(seed), turns(static_cast<int>(common() % 6)), how(static_cast<int>(common() % 4)) {}
   std::mt19937_64 common;
   int turns;
   int how;
@@ -144,6 +146,7 @@ bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
         }
       }
       work(fate.common, options.directory);
+      comm::barrier(current_world()->group()).wait();
     }
   } catch (const c10::Error& error) {
     has_failed = true;
@@ -151,16 +154,25 @@ bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
   }
   if (options.rank < 2 && has_failed) {
     shrink_process_group();
-    work(fate.common, options.directory);
+    std::mt19937_64 common(static_cast<uint64_t>(world));  // they may have come differently far with the other one
+    work(common, options.directory);
   }
   destroy_process_group();
   return has_failed == (fate.how != 3);
 }
 
 pid_t start(const Options& options, int rank, int64_t world) {
-  std::vector<std::string> words{support::this_program(), "--rank",      std::to_string(rank),
-                                 "--seed",                std::to_string(options.seed), "--port",
-                                 std::to_string(options.port), "--world", std::to_string(world), "--directory", options.directory};
+  std::vector<std::string> words{support::this_program(),
+                                 "--rank",
+                                 std::to_string(rank),
+                                 "--seed",
+                                 std::to_string(options.seed),
+                                 "--port",
+                                 std::to_string(options.port),
+                                 "--world",
+                                 std::to_string(world),
+                                 "--directory",
+                                 options.directory};
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
@@ -207,8 +219,7 @@ int soak(Options options) {
   int64_t world = 0, wrong = 0;
   double shown = 0;
   for (; minutes() < options.minutes; ++world) {
-    store->set("next", std::to_string(world));
-    store->set(c10::str("begin/", world), "1");
+    store->set(c10::str("begin/", world), std::vector<uint8_t>{1});
     const pid_t third = start(options, 2, world);
     wrong += live(options, store, world) ? 0 : 1;
     int status = 0;
@@ -225,7 +236,7 @@ int soak(Options options) {
                 static_cast<long>(uses.back().threads));
     std::fflush(stdout);
   }
-  store->set(c10::str("begin/", world), "end");
+  store->set(c10::str("begin/", world), std::vector<uint8_t>{0});
   int status = 0;
   ::waitpid(second, &status, 0);
   // What is made once has been made in the first third.
@@ -245,8 +256,7 @@ int be_rank(const Options& options) {
   const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", how);
   if (options.rank == 2) return live(options, store, options.world) ? 0 : 1;
   for (int64_t world = 0;; ++world) {
-    const auto word = store->get(c10::str("begin/", world));
-    if (word.size() == 3) return 0;
+    if (store->get(c10::str("begin/", world))[0] == 0) return 0;
     if (!live(options, store, world)) return 1;
   }
 }

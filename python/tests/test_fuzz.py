@@ -35,6 +35,22 @@ for dtype in (*errors.DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.floa
 """)
 
 
+def test_memory_is_left_out_only_where_one_device_is_no_measure() -> None:
+    in_fuzzer("""
+import random, operators, torch
+image, channels = torch.ones(4, 3, 5), torch.ones(3)
+def ways(way, given, tensor, name="native_batch_norm"):
+    options = {"name": name, "way": way}
+    return {operators.memory_of(options, given, tensor, random.Random(seed)) for seed in range(300)}
+everything = {"", *operators.MEMORY}
+assert ways("function", "input 0", image) == everything
+misread = {"strided", "transposed", "locally strided", "locally transposed"}
+assert everything - ways("out", "input 0", image) == misread
+assert everything - ways("out", "input 1", channels) == {"negated", "locally negated"}
+assert ways("function", "input 0", image, "nn.functional.batch_norm") == everything
+""")
+
+
 def test_a_sample_equals_one_device(tmp_path: Path) -> None:
     done = fuzz("--count", "16", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -384,3 +384,33 @@ def test_joining_what_is_cut() -> None:
                     result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh),
                     expected.detach().view(3, -1, 2) * 2,
                 )
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+@on_ranks()
+def test_autocast_casts_what_kernels_call(hermitian: bool) -> None:
+    """pinv is no operator that autocast knows, but the product that its kernel ends with is."""
+    matrix = values(2, 4, 4) + values(2, 4, 4).mT
+
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.linalg.pinv(x, hermitian=hermitian)
+
+    assert inverse(matrix).dtype == torch.bfloat16
+    check_everywhere(inverse, matrix, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@on_ranks()
+def test_scaled_products_in_autocast(dtype: torch.dtype) -> None:
+    a, b, one = values(15, 16).to(dtype), values(32, 16, seed=1).to(torch.float8_e4m3fn), torch.tensor(1.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch._scaled_mm(a, b.t(), one, one).float()
+        for mesh in meshes():
+            for placements in placements_of(a, mesh, partial=False):
+                x, y = (tessera.distribute_tensor(each, mesh, placements) for each in (a, b))
+                out = tessera.zeros(15, 32, dtype=dtype, device_mesh=mesh, placements=placements)
+                torch._scaled_mm(x, y.t(), one, one, out=out)
+                for result in (torch._scaled_mm(x, y.t(), one, one), out):
+                    assert result.dtype == dtype
+                    assert_whole(result.float(), expected, rtol=0, atol=0)

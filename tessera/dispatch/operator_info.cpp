@@ -54,6 +54,9 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& handle)
       reallocates(name.starts_with("aten::resize") || name.starts_with("aten::set_")),
       is_as_strided(name == "aten::as_strided"),
       is_cast(name == "aten::_to_copy") {
+  for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+    if (op.hasKernelForDispatchKey(key)) autocast = autocast.add(key);
+  }
   for (const c10::Argument& argument : schema.arguments()) {
     if (argument.name() == "generator") generator = written.size();
     written.push_back(is_written(argument));

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from tessera.experimental import implicit_replication
 
 import tessera
 from tessera import Replicate, Shard
@@ -414,3 +415,15 @@ def test_scaled_products_in_autocast(dtype: torch.dtype) -> None:
                 for result in (torch._scaled_mm(x, y.t(), one, one), out):
                     assert result.dtype == dtype
                     assert_whole(result.float(), expected, rtol=0, atol=0)
+
+
+@on_ranks()
+def test_trapezoids_of_nothing() -> None:
+    for mesh in meshes():
+        for shape in ((0,), (3, 0)):
+            y = torch.empty(shape)
+            x = tessera.distribute_tensor(y, mesh, [Shard(0)] * mesh.ndim)
+            with implicit_replication():
+                for function in (torch.trapezoid, torch.trapz):
+                    for result in (function(y, x), function(x, y), function(x, x), function(x)):
+                        assert_whole(result, function(y))

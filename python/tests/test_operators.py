@@ -427,3 +427,22 @@ def test_trapezoids_of_nothing() -> None:
                 for function in (torch.trapezoid, torch.trapz):
                     for result in (function(y, x), function(x, y), function(x, x), function(x)):
                         assert_whole(result, function(y))
+
+
+@on_ranks()
+def test_strides_of_dims_of_size_one_do_not_matter() -> None:
+    """A kernel asks for that of new memory. The operator has no rule."""
+    a, b = (values(15, 16, seed=seed).to(torch.float8_e4m3fn) for seed in (0, 1))
+    of_rows = torch.arange(1.0, 16.0)
+
+    def product(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm_v2(x, y.t(), [rows], [1], [0], [columns], [1], [0], None, torch.bfloat16)
+
+    expected = product(a, b, of_rows.view(15, 1), of_rows.view(1, 15))
+    for mesh in meshes():
+        for placements in placements_of(of_rows.view(1, 15), mesh):
+            x, y = (tessera.distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim) for each in (a, b))
+            scale = tessera.distribute_tensor(of_rows.view(1, 15), mesh, [Replicate()] * mesh.ndim)
+            scale = scale.redistribute(placements=placements)
+            assert scale.t().stride() == (1, 15)
+            assert_whole(product(x, y, scale.t(), scale), expected)

@@ -30,6 +30,7 @@
 #include <ATen/ops/any.h>
 #include <ATen/ops/eq.h>
 #include <c10/util/irange.h>
+#include <c10/util/strides.h>
 
 namespace tessera {
 
@@ -97,6 +98,8 @@ class OperatorCall {
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
+    if (!plan_->by_rule && !info_.has_views) [[unlikely]]
+      forget_unused_strides();
     // Views that do not share the memory of their base are made again after writes.
     if (info_.has_views && !(plan_->by_rule && !strategy.local.detached && !distributed()[0].moved))
         [[unlikely]]
@@ -182,6 +185,18 @@ class OperatorCall {
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
       argument.local = argument.local.clone();
+  }
+
+  /// Some kernels ask for the stride of a dim of size 1, which says nothing of the memory: of what is
+  /// contiguous, it is that of new memory.
+  void forget_unused_strides() {
+    for (DistributedArgument& argument : distributed()) {
+      const at::Tensor& local = argument.local;
+      if (argument.written || !local.is_contiguous()) continue;
+      const c10::DimVector strides = c10::contiguous_strides(local.sizes());
+      if (local.strides() != c10::IntArrayRef(strides))
+        argument.local = local.as_strided(local.sizes(), strides);
+    }
   }
 
   void check_not_gathered(const DistributedArgument& argument, const InputRoute& route) const {

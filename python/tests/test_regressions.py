@@ -536,8 +536,7 @@ def test_all_ranks_refuse_to_divide_integers_by_zero(name):
                     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                         divide(x, placed)
                     result = divide(x.double(), placed)
-                # floor_divide_ has no rule of its own: it is computed on replicas.
-                assert name == "in place" or count == 0
+                assert count == 0
                 assert_whole(nonzero, divide(whole, of_one + 2))
                 assert_whole(result, divide(whole.double(), of_one), equal_nan=True)
             if name != "in place":

@@ -70,6 +70,7 @@ class OperatorInfo {
 
  private:
   const ResolvedRule& resolve() const;
+  const rules::Rule* find_rule() const;
   std::optional<c10::OperatorHandle> find_functional() const;
 
   mutable std::atomic<const ResolvedRule*> resolved_{nullptr};

@@ -72,6 +72,12 @@ def make(name: str, number: int, dtype: torch.dtype, wrong: str, seed: int) -> A
     return op, Inputs(sample), lambda result: None, "function"
 
 
+def without_dim(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Its sums along a dim. Smaller floats cannot be added."""
+    is_small = tensor.is_floating_point() and tensor.itemsize == 1
+    return (tensor.float() if is_small else tensor).sum(dim).to(tensor.dtype)
+
+
 def spoilt(leaves: list[Any], wrong: str, rng: random.Random) -> list[Any]:
     """The leaves of a sample with one thing that may be wrong."""
     tensors = [
@@ -103,7 +109,7 @@ def spoilt(leaves: list[Any], wrong: str, rng: random.Random) -> list[Any]:
             ways += [
                 lambda: torch.cat([tensor, tensor], dim),
                 lambda: tensor.narrow(dim, 0, 0),
-                lambda: tensor.sum(dim).to(tensor.dtype),
+                lambda: without_dim(tensor, dim),
             ]
         leaves[index] = rng.choice(ways)().contiguous()
     elif numbers:

@@ -36,12 +36,13 @@ UNFIT = {
         *("logdet", "det", "slogdet", "masked_fill"),
         "native_group_norm",  # reads weights as if they were contiguous
     ),
-    # With out=, it reads the input as if it were contiguous.
-    **dict.fromkeys(("strided", "locally strided"), ("native_batch_norm",)),
-    # One device loses what is written into running statistics.
-    "negated": ("*batch_norm*",),
-    "locally negated": ("*batch_norm*",),
 }
+
+#: With out=, they read their first input as if it were contiguous.
+MISREAD_WITH_OUT = ("native_batch_norm",)
+
+#: One device loses what is written into running statistics that are negated lazily. Weights are of one dim too.
+WRITE_STATISTICS = ("*batch_norm*",)
 
 #: Operators that, on one device, write into `out` as if it were contiguous.
 MISWRITE = ("nn.functional.avg_pool3d", "nn.functional.gelu")
@@ -107,7 +108,19 @@ def memory_of(options: dict[str, Any], given: str, tensor: torch.Tensor, rng: ra
     found = rng.choice(COMPLEX_MEMORY if tensor.is_complex() else MEMORY)
     if given.startswith("out ") and (found == "expanded" or options["name"] in MISWRITE):
         return ""  # some operators write into expanded memory, and most refuse to
-    if any(fnmatch.fnmatch(options["name"], each) for each in (*OF_MEMORY, *UNFIT.get(found, ()))):
+
+    def is_one_of(*names: str) -> bool:
+        return any(fnmatch.fnmatch(options["name"], each) for each in names)
+
+    if is_one_of(*OF_MEMORY, *UNFIT.get(found, ())):
+        return ""
+    if (
+        found.endswith(("strided", "transposed"))
+        and (given, options["way"]) == ("input 0", "out")
+        and is_one_of(*MISREAD_WITH_OUT)
+    ):
+        return ""
+    if found.endswith("negated") and tensor.dim() == 1 and is_one_of(*WRITE_STATISTICS):
         return ""
     return "" if "negated" in found and not (tensor.is_floating_point() or tensor.is_complex()) else found
 

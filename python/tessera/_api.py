@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tessera import _C, _planner
+from tessera import _C, _functorch, _planner
 from tessera._C import DeviceMesh, Placement, Replicate
 
 Placements = Sequence[Placement]
@@ -55,7 +55,11 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         the global ones; by default every rank holds as much as this one. ``grad_placements``: how the gradient that goes back
         to ``local_tensor`` is placed.
         """
-        if not isinstance(local_tensor, torch.Tensor) or _C.is_dtensor(local_tensor):
+        if (
+            not isinstance(local_tensor, torch.Tensor)
+            or _C.is_dtensor(local_tensor)
+            or _functorch.wraps_dtensor(local_tensor)
+        ):
             raise TypeError(
                 f"from_local: expected the plain torch.Tensor that this rank holds, got {_kind(local_tensor)}."
             )
@@ -63,7 +67,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         placed = _placements(placements, mesh)
         if stride is not None and shape is None:
             raise ValueError("from_local: stride was given, but shape was not; give both.")
-        return _C.from_local(local_tensor, mesh, placed, run_check, shape, stride, grad_placements)
+        return _functorch.from_local(local_tensor, mesh, placed, run_check, shape, stride, grad_placements)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -85,11 +89,11 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
 
         ``grad_placements``: how the gradient that comes back is placed; by default as the tensor, with Partial as Replicate.
         """
-        return _C.to_local(self, grad_placements)
+        return _functorch.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The global tensor, on every rank of the mesh. All of them must call it. Differentiable."""
-        return _C.full_tensor(self, grad_placements)
+        return _functorch.full_tensor(self, grad_placements)
 
     def redistribute(
         self,
@@ -105,7 +109,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         ``async_op``: return at once; the first use of the local tensor waits. ``forward_dtype``, ``backward_dtype``: what to
         communicate in, and to have then; by default the tensor's own.
         """
-        if device_mesh is not None and device_mesh != _C.device_mesh(self):
+        if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
                 "redistribute: a tensor cannot move to another mesh; gather it with full_tensor() and distribute it there."
             )
@@ -113,7 +117,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
             raise TypeError(
                 "redistribute: say how the tensor is to be placed, as in redistribute(placements=[Replicate()])."
             )
-        return _C.redistribute(self, placements, async_op, forward_dtype, backward_dtype)
+        return _functorch.redistribute(self, placements, async_op, forward_dtype, backward_dtype)
 
     def _raise_if_contains_partial_placements(self) -> None:
         """An error if the tensor has yet to be reduced on some mesh dim."""
@@ -133,7 +137,7 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
 
 
 def _kind(value: object) -> str:
-    if _C.is_dtensor(value):
+    if _C.is_dtensor(value) or _functorch.wraps_dtensor(value):
         return "one that is distributed already"
     return f"{type(value).__name__}"
 

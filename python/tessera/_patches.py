@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tessera import _C, _rebuild
+from tessera import _C, _functorch, _rebuild
 from tessera._api import DTensor, distribute_tensor
 
 
@@ -30,7 +30,10 @@ class _OnDTensors:
     def __get__(self, instance: torch.Tensor | None, owner: type) -> Any:
         if instance is None:
             return self._attribute
-        if not _C.is_dtensor(instance):
+        if _functorch.wraps_dtensor(instance):
+            if isinstance(self._attribute, property):
+                instance = _functorch.inside(instance)
+        elif not _C.is_dtensor(instance):
             raise AttributeError(
                 f"'{owner.__name__}' object has no attribute '{self._name}': the tensor is not distributed.",
                 name=self._name,

@@ -17,6 +17,40 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=600)
 
 
+def in_fuzzer(code: str) -> None:
+    """In a process of its own, as importing the fuzzer changes PyTorch's database."""
+    setup = f"import sys; sys.path[:0] = {[str(RUN.parent), str(RUN.parent.parent / 'op_db')]}\n"
+    done = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tensors_of_every_dtype_can_be_spoilt() -> None:
+    in_fuzzer("""
+import random, errors, torch
+for dtype in (*errors.DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+    for wrong in ("dtype", "shape", "argument"):
+        for seed in range(30):
+            spoilt = errors.spoilt([torch.ones(3, 2).to(dtype), 1], wrong, random.Random(seed))
+            assert len(spoilt) == 2
+""")
+
+
+def test_memory_is_left_out_only_where_one_device_is_no_measure() -> None:
+    in_fuzzer("""
+import random, operators, torch
+image, channels = torch.ones(4, 3, 5), torch.ones(3)
+def ways(way, given, tensor, name="native_batch_norm"):
+    options = {"name": name, "way": way}
+    return {operators.memory_of(options, given, tensor, random.Random(seed)) for seed in range(300)}
+everything = {"", *operators.MEMORY}
+assert ways("function", "input 0", image) == everything
+misread = {"strided", "transposed", "locally strided", "locally transposed"}
+assert everything - ways("out", "input 0", image) == misread
+assert everything - ways("out", "input 1", channels) == {"negated", "locally negated"}
+assert ways("function", "input 0", image, "nn.functional.batch_norm") == everything
+""")
+
+
 def test_a_sample_equals_one_device(tmp_path: Path) -> None:
     done = fuzz("--count", "16", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from tessera.experimental import implicit_replication
 
 import tessera
 from tessera import Replicate, Shard
@@ -384,3 +385,64 @@ def test_joining_what_is_cut() -> None:
                     result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh),
                     expected.detach().view(3, -1, 2) * 2,
                 )
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+@on_ranks()
+def test_autocast_casts_what_kernels_call(hermitian: bool) -> None:
+    """pinv is no operator that autocast knows, but the product that its kernel ends with is."""
+    matrix = values(2, 4, 4) + values(2, 4, 4).mT
+
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.linalg.pinv(x, hermitian=hermitian)
+
+    assert inverse(matrix).dtype == torch.bfloat16
+    check_everywhere(inverse, matrix, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@on_ranks()
+def test_scaled_products_in_autocast(dtype: torch.dtype) -> None:
+    a, b, one = values(15, 16).to(dtype), values(32, 16, seed=1).to(torch.float8_e4m3fn), torch.tensor(1.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch._scaled_mm(a, b.t(), one, one).float()
+        for mesh in meshes():
+            for placements in placements_of(a, mesh, partial=False):
+                x, y = (tessera.distribute_tensor(each, mesh, placements) for each in (a, b))
+                out = tessera.zeros(15, 32, dtype=dtype, device_mesh=mesh, placements=placements)
+                torch._scaled_mm(x, y.t(), one, one, out=out)
+                for result in (torch._scaled_mm(x, y.t(), one, one), out):
+                    assert result.dtype == dtype
+                    assert_whole(result.float(), expected, rtol=0, atol=0)
+
+
+@on_ranks()
+def test_trapezoids_of_nothing() -> None:
+    for mesh in meshes():
+        for shape in ((0,), (3, 0)):
+            y = torch.empty(shape)
+            x = tessera.distribute_tensor(y, mesh, [Shard(0)] * mesh.ndim)
+            with implicit_replication():
+                for function in (torch.trapezoid, torch.trapz):
+                    for result in (function(y, x), function(x, y), function(x, x), function(x)):
+                        assert_whole(result, function(y))
+
+
+@on_ranks()
+def test_strides_of_dims_of_size_one_do_not_matter() -> None:
+    """A kernel asks for that of new memory. The operator has no rule."""
+    a, b = (values(15, 16, seed=seed).to(torch.float8_e4m3fn) for seed in (0, 1))
+    of_rows = torch.arange(1.0, 16.0)
+
+    def product(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm_v2(x, y.t(), [rows], [1], [0], [columns], [1], [0], None, torch.bfloat16)
+
+    expected = product(a, b, of_rows.view(15, 1), of_rows.view(1, 15))
+    for mesh in meshes():
+        for placements in placements_of(of_rows.view(1, 15), mesh):
+            x, y = (tessera.distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim) for each in (a, b))
+            scale = tessera.distribute_tensor(of_rows.view(1, 15), mesh, [Replicate()] * mesh.ndim)
+            scale = scale.redistribute(placements=placements)
+            assert scale.t().stride() == (1, 15)
+            assert_whole(product(x, y, scale.t(), scale), expected)

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -534,8 +536,7 @@ def test_all_ranks_refuse_to_divide_integers_by_zero(name):
                     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                         divide(x, placed)
                     result = divide(x.double(), placed)
-                # floor_divide_ has no rule of its own: it is computed on replicas.
-                assert name == "in place" or count == 0
+                assert count == 0
                 assert_whole(nonzero, divide(whole, of_one + 2))
                 assert_whole(result, divide(whole.double(), of_one), equal_nan=True)
             if name != "in place":
@@ -946,3 +947,57 @@ def test_gradients_of_tensors_that_cat_leaves_out():
         (torch.cat([empty, x, empty * 2]).sum() + (empty * 3).sum()).backward()
         assert_whole(empty.grad, torch.empty(0))
         assert_whole(x.grad, torch.ones(4, 3))
+
+
+TRANSFORMS = {
+    "jvp": lambda function, x, v: torch.func.jvp(function, (x,), (v,))[1],
+    "vjp": lambda function, x, v: torch.func.vjp(function, x)[1](v)[0],
+    "jvp of vjp": lambda function, x, v: torch.func.jvp(
+        lambda y: torch.func.vjp(function, y)[1](v)[0], (x,), (v,)
+    )[1],
+    "vjp of vjp": lambda function, x, v: torch.func.vjp(lambda y: torch.func.vjp(function, y)[1](v)[0], x)[1](
+        v
+    )[0],
+    "grad of jvp": lambda function, x, v: torch.func.grad(
+        lambda y: torch.func.jvp(function, (y,), (v,))[1].sum()
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_through_placements(name):
+    """Redistributed, to local tensors and back, inside a transform of torch.func."""
+    whole, direction = values(8, 4), values(8, 4, seed=1)
+    expected = TRANSFORMS[name](lambda t: t * t.sin(), whole, direction)
+    kinds = (Replicate(), Shard(0), Shard(1))
+
+    def through(target, t):
+        mesh = t.device_mesh
+        moved = (t * 1).redistribute(mesh, placements=target)
+        assert moved.placements == tuple(target)
+        local = moved.to_local()
+        again = DTensor.from_local(local * local.sin(), mesh, target, shape=whole.shape)
+        return again.redistribute(placements=t.placements)
+
+    def main():
+        for mesh in meshes():
+            for placements, target in itertools.permutations([[kind] * mesh.ndim for kind in kinds], 2):
+                x, v = (tessera.distribute_tensor(each, mesh, placements) for each in (whole, direction))
+                assert_whole(TRANSFORMS[name](functools.partial(through, target), x, v), expected)
+
+    tessera.run(4, main, timeout=60)
+
+
+@on_ranks()
+def test_torch_func_says_what_it_cannot():
+    mesh = meshes()[0]
+    x = tessera.distribute_tensor(values(8, 4), mesh, [Shard(0)])
+    maximum = DTensor.from_local(values(8, 4), mesh, [Partial("max")])
+    with pytest.raises(RuntimeError, match="not linear"):
+        torch.func.jvp(lambda t: t.redistribute(placements=[Replicate()]), (maximum,), (maximum,))
+    with pytest.raises(NotImplementedError, match="outside of vmap"):
+        torch.func.vmap(lambda t: t.redistribute(placements=[Replicate()]), in_dims=1)(x)
+    with pytest.raises(AttributeError, match="not distributed"):
+        torch.func.vjp(lambda t: t.placements, values(3))
+    with pytest.raises(TypeError, match="distributed already"):
+        torch.func.vjp(lambda t: DTensor.from_local(t, mesh, [Replicate()]), x)

@@ -30,6 +30,7 @@
 #include <ATen/ops/any.h>
 #include <ATen/ops/eq.h>
 #include <c10/util/irange.h>
+#include <c10/util/strides.h>
 
 namespace tessera {
 
@@ -40,6 +41,10 @@ using c10::IValue;
 /// The name of the operator on whose behalf others are called, which users know; null if there is none.
 using OuterOperator = ThreadScope<const std::string*, struct OuterOperatorTag>;
 
+/// Keys of autocast with which an operator was called that writes, for the one that returns new tensors in
+/// its place.
+using WriterCasts = ThreadScope<c10::DispatchKeySet, struct WriterCastsTag>;
+
 /// One call of one operator on distributed tensors.
 class OperatorCall {
  public:
@@ -48,6 +53,8 @@ class OperatorCall {
 
   void run() {
     const at::AutoDispatchBelowADInplaceOrView below;
+    casts_ = (c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_) |
+             WriterCasts::current();
     if (info_.reallocates && run_reallocation(info_, arguments_)) [[unlikely]]
       return;
     const bool by_functional = (info_.has_out || info_.reshapes_in_place) && info_.functional();
@@ -56,7 +63,7 @@ class OperatorCall {
     // The arguments are cast already. What is computed of them here must not be cast again.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (by_functional) [[unlikely]] {
-      if (run_functional(info_, arguments_)) return;
+      if (run_in_place_of_writer()) return;
       arguments_.collect();
       return run_collected();
     }
@@ -83,7 +90,7 @@ class OperatorCall {
         arguments_.restore();
         const OuterOperator outer(OuterOperator::current() ? OuterOperator::current() : &info_.name);
         if (!by_functional) return replace(strategy.decompose);
-        run_functional(info_, arguments_);  // which writes: out= operators have no such strategy
+        run_in_place_of_writer();  // out= operators have no such strategy
         return;
       }
       if (strategy.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
@@ -91,6 +98,8 @@ class OperatorCall {
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
+    if (!plan_->by_rule && !info_.has_views) [[unlikely]]
+      forget_unused_strides();
     // Views that do not share the memory of their base are made again after writes.
     if (info_.has_views && !(plan_->by_rule && !strategy.local.detached && !distributed()[0].moved))
         [[unlikely]]
@@ -112,7 +121,7 @@ class OperatorCall {
         check_dtypes_as_first_rank(info_.op, given, strategy.inputs);
         plan_->asks_dtypes = false;
       }
-      strategy.local.compute ? replace(strategy.local.compute) : info_.op.callBoxed(stack_);
+      strategy.local.compute ? replace(strategy.local.compute) : call_operator();
     };
     if (plan_->refuses_together && agrees_on_refusal()) [[unlikely]] {
       compute_or_refuse_together(info_.name, mesh(), compute);
@@ -176,6 +185,18 @@ class OperatorCall {
     argument.moved = true;
     if (argument.written && argument.local.is_alias_of(argument.impl().local()))
       argument.local = argument.local.clone();
+  }
+
+  /// Some kernels ask for the stride of a dim of size 1, which says nothing of the memory: of what is
+  /// contiguous, it is that of new memory.
+  void forget_unused_strides() {
+    for (DistributedArgument& argument : distributed()) {
+      const at::Tensor& local = argument.local;
+      if (argument.written || !local.is_contiguous()) continue;
+      const c10::DimVector strides = c10::contiguous_strides(local.sizes());
+      if (local.strides() != c10::IntArrayRef(strides))
+        argument.local = local.as_strided(local.sizes(), strides);
+    }
   }
 
   void check_not_gathered(const DistributedArgument& argument, const InputRoute& route) const {
@@ -249,8 +270,25 @@ class OperatorCall {
 
   // --- the operator
 
+  /// On local tensors. As on one device, autocast casts what the kernel calls, if it knows these operators
+  /// and not this one.
+  void call_operator() {
+    const c10::DispatchKeySet casts = casts_ - info_.autocast;
+    if (casts.empty()) [[likely]]
+      return info_.op.callBoxed(stack_);
+    const auto keys = c10::impl::tls_local_dispatch_key_set();
+    const c10::impl::ForceDispatchKeyGuard as_called(keys.included_, keys.excluded_ - casts);
+    info_.op.callBoxed(stack_);
+  }
+
+  bool run_in_place_of_writer() {
+    const WriterCasts casts(casts_);
+    return run_functional(info_, arguments_);
+  }
+
   /// Puts what the function makes of the arguments in their place.
   void replace(const rules::Function& function) {
+    const WriterCasts none({});
     Stack arguments = arguments_.take();
     for (IValue& result : function(info_.op, std::move(arguments))) stack_.push_back(std::move(result));
   }
@@ -381,6 +419,7 @@ class OperatorCall {
   Stack& stack_;
   Arguments arguments_;
   std::shared_ptr<OpPlan> plan_;
+  c10::DispatchKeySet casts_;                 // the keys of autocast with which it was called
   Stack view_arguments_;                      // with which a view is to be made again
   std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them knows them
   size_t next_output_ = 0;

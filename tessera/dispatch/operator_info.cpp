@@ -54,6 +54,9 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& handle)
       reallocates(name.starts_with("aten::resize") || name.starts_with("aten::set_")),
       is_as_strided(name == "aten::as_strided"),
       is_cast(name == "aten::_to_copy") {
+  for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+    if (op.hasKernelForDispatchKey(key)) autocast = autocast.add(key);
+  }
   for (const c10::Argument& argument : schema.arguments()) {
     if (argument.name() == "generator") generator = written.size();
     written.push_back(is_written(argument));
@@ -76,11 +79,22 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& handle)
   all().push_back(this);
 }
 
+const rules::Rule* OperatorInfo::find_rule() const {
+  const rules::Rule* rule = rules::find_rule(name, is_pointwise);
+  // Not all in-place operators have the overload name and the tags of the operator that returns a new tensor.
+  const c10::OperatorHandle* returning = rule || has_out ? nullptr : functional();
+  return returning ? rules::find_rule(c10::toString(returning->operator_name()),
+                                      returning->hasTag(at::Tag::pointwise))
+                   : rule;
+}
+
 const ResolvedRule& OperatorInfo::resolve() const {
+  const uint64_t version = rules::registry_version();
+  const rules::Rule* rule = find_rule();
   const std::lock_guard lock(mutex_);
   auto result = std::make_unique<ResolvedRule>();
-  result->version = rules::registry_version();
-  result->rule = rules::find_rule(name, is_pointwise);
+  result->version = version;
+  result->rule = rule;
   if (is_random && result->rule && !result->rule->for_random) result->rule = nullptr;
   for (const c10::Argument& argument : schema.arguments()) {
     result->reads.push_back(result->rule && std::find(result->rule->reads.begin(), result->rule->reads.end(),

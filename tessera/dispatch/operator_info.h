@@ -42,6 +42,7 @@ class OperatorInfo {
   const bool reallocates;        // resize_, set_, ...
   const bool is_as_strided;
   const bool is_cast;
+  c10::DispatchKeySet autocast;     // keys at which autocast casts its arguments
   std::optional<size_t> generator;  // the position of the argument that is one
   bool has_out = false;
   bool has_views = false;
@@ -69,6 +70,7 @@ class OperatorInfo {
 
  private:
   const ResolvedRule& resolve() const;
+  const rules::Rule* find_rule() const;
   std::optional<c10::OperatorHandle> find_functional() const;
 
   mutable std::atomic<const ResolvedRule*> resolved_{nullptr};

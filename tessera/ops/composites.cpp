@@ -197,7 +197,8 @@ void register_composites(torch::Library& library) {
        {"_scaled_dot_product_attention_math", "combinations", "ctc_loss.IntList", "istft",
         "linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float",
         "linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.tol_tensor", "nanquantile",
-        "nanquantile.scalar", "quantile", "quantile.scalar", "scaled_dot_product_attention"}) {
+        "nanquantile.scalar", "quantile", "quantile.scalar", "scaled_dot_product_attention", "trapezoid.dx",
+        "trapezoid.x", "trapz.dx", "trapz.x"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compose>());
   }
   library.impl("ctc_loss.Tensor", ctc_loss);

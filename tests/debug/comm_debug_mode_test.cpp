@@ -1,6 +1,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
+#include <tessera/dispatch/guards.h>
 #include <tessera/dtensor/dtensor.h>
 
 #include <sstream>
@@ -68,6 +69,31 @@ TEST(CommDebugMode, SeesWhatOperatorsDo) {
     EXPECT_EQ(text.str(), "all_gather 1 (256 B), all_reduce 1 (4 B), all_to_all 1 (48 B)");
     counts.reset();
     EXPECT_EQ(counts.total_bytes(), 0);
+  });
+}
+
+/// That ranks agree whether one of them refuses what it holds is communication, and counts as such.
+TEST(CommDebugMode, CountsTheAgreementOnRefusals) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor x = distribute_tensor(at::ones({8, 3}), mesh, {Shard(0)});
+    at::Tensor whole = at::zeros({8, 3}, at::kLong);
+    const at::Tensor good = distribute_tensor(whole, mesh, {Shard(0)});
+    whole[7].fill_(9);  // the last rank alone sees it
+    const at::Tensor bad = distribute_tensor(whole, mesh, {Shard(0)});
+    CommDebugMode counts;
+    x.gather(1, good);
+    std::ostringstream text;
+    text << counts;
+    EXPECT_EQ(text.str(), "all_reduce 1 (8 B)");
+    EXPECT_THROW(x.gather(1, bad), c10::Error);
+    EXPECT_EQ(counts.calls("all_reduce"), 2);
+    EXPECT_EQ(counts.get_total_counts(), 2);
+    {
+      const ImplicitCommunicationGuard forbidden(ImplicitCommunication::forbidden);
+      x.gather(1, good);
+    }
+    EXPECT_EQ(counts.get_total_counts(), 2);
   });
 }
 

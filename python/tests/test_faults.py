@@ -52,3 +52,27 @@ def test_others_hear_of_it(how, code, named):
         assert processes[rank].returncode == 0, outputs[rank]
         assert named in outputs[rank], outputs[rank]
         assert "rank 1" in outputs[rank]
+
+
+def restarted(directory: pathlib.Path, how: str) -> dict[int, str]:
+    """The totals that training prints, by step; what torchrun's last attempt says counts."""
+    worker = WORKER.with_name("restart_worker.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts=1", "--monitor-interval=0.1", worker, directory, how],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("attempt")]
+    if how == "killed":
+        assert any(line[1] == "1" for line in lines)
+        assert min(int(line[3]) for line in lines if line[1] == "1") == 4
+    return {int(line[3]): line[5] for line in lines}
+
+
+def test_torchrun_starts_it_again(tmp_path):
+    assert restarted(tmp_path / "a", "killed") == restarted(tmp_path / "b", "undisturbed")

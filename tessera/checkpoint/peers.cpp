@@ -1,15 +1,12 @@
 #include <tessera/bytes.h>
 #include <tessera/checkpoint/peers.h>
 #include <tessera/comm/collectives.h>
-#include <tessera/comm/processes.h>
 #include <tessera/error.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <exception>
 #include <set>
-#include <thread>
 
 #include <ATen/Functions.h>
 #include <c10/util/irange.h>
@@ -83,37 +80,10 @@ Peers::Peers(const std::string& purpose) {
 Peers::~Peers() = default;
 Peers::Peers(Peers&&) noexcept = default;
 
-std::string Peers::ended_ranks() const {
-  std::string text;
-  for (const auto rank : c10::irange(processes_.size())) {
-    if (has_ended(processes_[rank]))
-      text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " (", describe_process(processes_[rank]),
-                       ") has ended");
-  }
-  return text;
-}
-
-template <class Call>
-void Peers::communicate(const Call& call) const {
-  try {
-    call();
-  } catch (const std::exception&) {
-    const std::exception_ptr error = std::current_exception();
-    // A process closes its connections a moment before it counts as ended.
-    std::string ended = ended_ranks();
-    for (int i = 0; ended.empty() && !processes_.empty() && !world_->is_threads() && i < 20; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      ended = ended_ranks();
-    }
-    TESSERA_CHECK(ended.empty(), ended, ": ", message_of(error));
-    throw;
-  }
-}
-
 std::vector<std::string> Peers::all_gather(const std::string& mine) const {
   if (size_ == 1) return {mine};
   const at::Tensor firsts = at::empty({size_, kFirstBytes}, at::kByte);
-  communicate([&] { comm::all_gather_into(firsts, first_part(mine), group_).wait(); });
+  comm::all_gather_into(firsts, first_part(mine), group_).wait();
   std::vector<std::string> result;
   comm::Tensors rests;
   bool is_complete = true;
@@ -124,7 +94,7 @@ std::vector<std::string> Peers::all_gather(const std::string& mine) const {
   }
   if (is_complete) return result;
   const at::Tensor rest = bytes_tensor(std::string_view(mine).substr(std::min(mine.size(), kFirstContent)));
-  communicate([&] { comm::all_gather(rests, rest, group_).wait(); });
+  comm::all_gather(rests, rest, group_).wait();
   for (const int64_t rank : c10::irange(size_)) result[rank] += view_of(rests[rank]);
   return result;
 }
@@ -132,12 +102,12 @@ std::vector<std::string> Peers::all_gather(const std::string& mine) const {
 std::string Peers::broadcast(const std::string& bytes) const {
   if (size_ == 1) return bytes;
   const at::Tensor first = first_part(bytes);
-  communicate([&] { comm::broadcast(first, 0, group_).wait(); });
+  comm::broadcast(first, 0, group_).wait();
   std::string result = content_of(first);
   at::Tensor rest = rest_after(first);
   if (rest.numel() == 0) return result;
   if (rank_ == 0) rest = bytes_tensor(std::string_view(bytes).substr(kFirstContent));
-  communicate([&] { comm::broadcast(rest, 0, group_).wait(); });
+  comm::broadcast(rest, 0, group_).wait();
   return result += view_of(rest);
 }
 
@@ -146,25 +116,21 @@ void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<
     received[0].copy_(sent[0]);
     return;
   }
-  communicate([&] { comm::all_to_all(received, sent, group_).wait(); });
+  comm::all_to_all(received, sent, group_).wait();
 }
 
-void Peers::agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) {
+void Peers::agree(const std::string& task,
+                  const std::vector<std::pair<std::string, std::string>>& options) const {
   ByteWriter out;
-  out.put(std::string_view(this_process()));
   out.put(std::string_view(task));
   for (const auto& [name, text] : options) out.put(std::string_view(text));
   const auto all = all_gather(out.take());
   const auto texts_of = [](std::string_view bytes, size_t count) {
     ByteReader in(bytes, "what a rank came for");
     std::vector<std::string> texts;
-    in.get_text();  // which process it is
     while (texts.size() < count) texts.emplace_back(in.get_text());
     return texts;
   };
-  processes_.clear();
-  for (const std::string& bytes : all)
-    processes_.emplace_back(ByteReader(bytes, "what a rank came for").get_text());
   for (const int64_t rank : c10::irange(size_)) {
     const std::string first = texts_of(all[0], 1)[0], other = texts_of(all[rank], 1)[0];
     TESSERA_CHECK_VALUE(first == other, "Rank 0 came to ", first, ", but rank ", rank, " to ", other,

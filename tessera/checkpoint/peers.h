@@ -25,9 +25,6 @@ class Peers {
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
 
-  /// Takes over what `others`, the same ranks, have learnt of each other by `agree`.
-  void know(const Peers& others) { processes_ = others.processes_; }
-
   /// Each rank's bytes, by rank. Collective.
   std::vector<std::string> all_gather(const std::string& mine) const;
   /// What rank 0 has, on every rank. Collective.
@@ -36,9 +33,8 @@ class Peers {
   void exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const;
 
   /// Throws on every rank unless all came for the same `task`, with the same options: names and texts, the same names on
-  /// every rank that has the same task. Ranks also learn which process each other is, so that errors of later calls name
-  /// the rank whose process has ended, if it was on the same host. Collective.
-  void agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options);
+  /// every rank that has the same task. Collective.
+  void agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) const;
 
   /// Calls `work`. If it threw on any rank, throws on every rank, saying `what` failed, on which rank and why.
   /// Collective.
@@ -50,14 +46,8 @@ class Peers {
  private:
   int64_t rank_ = 0;
   int64_t size_ = 1;
-  /// Calls a collective. If it fails, the error begins with the ranks whose processes have ended.
-  template <class Call>
-  void communicate(const Call& call) const;
-  std::string ended_ranks() const;
-
   std::shared_ptr<World> world_;
   Group group_;
-  std::vector<std::string> processes_;  // by rank, as this_process() says; empty if not known
 };
 
 }  // namespace tessera::checkpoint

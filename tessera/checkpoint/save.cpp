@@ -397,7 +397,6 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
   Peers peers("checkpoint"), background("checkpoint in the background");
   SaveJob job =
       prepare(state, path, options, peers, [&](SaveJob& complete) { take_snapshot(complete, memory); });
-  background.know(peers);
   std::shared_ptr<World> world = has_current_world() ? current_world() : nullptr;
   last = std::async(std::launch::async, [job = std::move(job), memory, world,
                                          background = std::move(background)]() mutable {

@@ -194,7 +194,7 @@ std::shared_ptr<Monitor> ProcessRank::monitor() const {
   return monitor_;
 }
 
-void ProcessRank::leave() {
+bool ProcessRank::leave() {
   std::shared_ptr<Monitor> monitor;
   {
     const std::lock_guard lock(mutex_);
@@ -204,6 +204,7 @@ void ProcessRank::leave() {
     store_.reset();
   }
   // The monitor ends outside of the lock, as its thread may want to interrupt.
+  return monitor != nullptr;
 }
 
 void ProcessRank::expect_members(const std::string& group, const std::vector<int64_t>& ranks) {

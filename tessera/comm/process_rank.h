@@ -38,8 +38,8 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   CallRecord& record() { return record_; }
   /// Null after `leave`.
   std::shared_ptr<Monitor> monitor() const;
-  /// Says goodbye to the others.
-  void leave();
+  /// Says goodbye to the others. False if it had been said.
+  bool leave();
 
   /// Waits until the members of a group that is being made are there. Throws, on all of them, if they do not come.
   void expect_members(const std::string& group, const std::vector<int64_t>& ranks);

@@ -1,10 +1,12 @@
 #include <tessera/comm/blocking.h>
+#include <tessera/comm/process_rank.h>
 #include <tessera/comm/rpc.h>
 #include <tessera/comm/waits.h>
 #include <tessera/error.h>
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -34,8 +36,7 @@ using Milliseconds = std::chrono::milliseconds;
 struct Session {
   std::shared_ptr<torch_rpc::TensorPipeAgent> agent;
   c10::intrusive_ptr<c10d::Store> store;
-  int64_t rank = 0;
-  int64_t size = 0;
+  std::shared_ptr<World> world;
 };
 
 struct State {
@@ -56,22 +57,37 @@ float seconds(Milliseconds timeout) {
   return std::chrono::duration<float>(timeout).count();
 }
 
-/// The ranks that have not left word under `key` in the store within the timeout.
-std::vector<int64_t> wait_for_all(c10d::Store& store, const std::string& key, int64_t size,
+/// Throws what has failed in the world since, if anything has: then nobody needs to wait.
+void check_world(const World& world) {
+  const std::string failure = world.reported_failure();
+  TESSERA_CHECK(failure.empty(), failure);
+}
+
+/// The ranks that have not left word under `key` in the store within the timeout. Throws if the world fails before.
+std::vector<int64_t> wait_for_all(c10d::Store& store, const std::string& key, const World& world,
                                   Milliseconds timeout) {
   std::vector<std::string> keys;
-  for (const int64_t rank : c10::irange(size)) keys.push_back(c10::str(key, "/", rank));
+  for (const int64_t rank : c10::irange(world.size())) keys.push_back(c10::str(key, "/", rank));
+  const Blocking blocking;
+  const Wait wait(world.rank(), [&] { return "for all ranks to leave word in the store at " + key; });
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!store.check(keys) && std::chrono::steady_clock::now() < deadline) {
+    check_world(world);
+    std::this_thread::sleep_for(Milliseconds(2));
+  }
   std::vector<int64_t> missing;
-  try {
-    const Blocking blocking;
-    const Wait wait(get_rank(), [&] { return "for all ranks to leave word in the store at " + key; });
-    store.wait(keys, timeout);
-  } catch (const std::exception&) {
-    for (const int64_t rank : c10::irange(size)) {
-      if (!store.check({keys[rank]})) missing.push_back(rank);
-    }
+  for (const int64_t rank : c10::irange(world.size())) {
+    if (!store.check({keys[rank]})) missing.push_back(rank);
   }
   return missing;
+}
+
+/// Until it is done, or the world fails.
+void wait_for(c10::ivalue::Future& future, const World& world) {
+  const auto done = std::make_shared<std::promise<void>>();
+  const auto is_done = done->get_future();
+  future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+  while (is_done.wait_for(Milliseconds(50)) != std::future_status::ready) check_world(world);
 }
 
 std::shared_ptr<torch_rpc::RpcAgent> agent() {
@@ -171,7 +187,7 @@ void meet(c10d::Store& store, const std::string& name, const World& world, Milli
     word = c10::str("-", error.what_without_backtrace());
   }
   store.set(c10::str("name/", world.rank()), word);
-  const auto missing = wait_for_all(store, "name", world.size(), timeout);
+  const auto missing = wait_for_all(store, "name", world, timeout);
   TESSERA_CHECK(missing.empty(), "init_rpc: rank ", world.rank(), " waited ", timeout.count(),
                 " ms for ranks ", c10::IntArrayRef(missing), " to call it too, in vain.");
   std::map<std::string, int64_t> ranks;
@@ -192,10 +208,10 @@ void end(torch_rpc::RpcAgent& agent) {
 
 /// All stop calling, then release what they refer to, then end the calls that takes.
 void leave_together(const Session& session, Milliseconds timeout) {
-  session.store->set(c10::str("done/", session.rank), "");
-  const auto missing = wait_for_all(*session.store, "done", session.size, timeout);
-  TESSERA_CHECK(missing.empty(), "rank ", session.rank, " waited ", timeout.count(), " ms for ranks ",
-                c10::IntArrayRef(missing), " to shut down too, in vain.");
+  session.store->set(c10::str("done/", session.world->rank()), "");
+  const auto missing = wait_for_all(*session.store, "done", *session.world, timeout);
+  TESSERA_CHECK(missing.empty(), "rank ", session.world->rank(), " waited ", timeout.count(),
+                " ms for ranks ", c10::IntArrayRef(missing), " to shut down too, in vain.");
   session.store->setTimeout(timeout);
   if (!state().rrefs_ended) torch_rpc::RRefContext::getInstance().delAllUsersAndUnforkedOwners(timeout);
   session.agent->join(/*shutdown=*/true);
@@ -226,8 +242,7 @@ void init_rpc(const Options& options) {
   const c10::intrusive_ptr<c10d::Store> common = world->group()->getStore();
   TESSERA_CHECK(common, "init_rpc: the world has no store by which its ranks could find one another.");
   Session session;
-  session.rank = world->rank();
-  session.size = world->size();
+  session.world = world;
   // A connection of its own, so that waiting there hinders nobody.
   const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", common->clone());
   const Attempt attempt(*store, world->rank(), options.timeout);
@@ -306,12 +321,19 @@ c10::IValue rpc_sync(int64_t rank, const std::string& op, std::vector<c10::IValu
   const Wait wait(agent->getWorkerInfo().id_,
                   [&] { return c10::str("for worker \"", to.name_, "\" to do ", op); });
   const auto future = agent->send(to, std::move(call).toMessage(), seconds(patience));
-  future->wait();
+  const auto world = current_world();
+  wait_for(*future, *world);
   if (!future->hasError())
     return torch_rpc::deserializeRespToIValue(*future->value().toCustomClass<torch_rpc::Message>());
   const bool is_late = torch_rpc::getRPCErrorType(*future) == torch_rpc::RPCErrorType::TIMEOUT;
   TESSERA_CHECK(!is_late, "The worker \"", to.name_, "\" did not answer within ", patience.count(), " ms.");
   std::string reason = future->tryRetrieveErrorMessage();
+  // The connection has ended, not the call: the news of why comes in a moment.
+  if (reason.find("tensorpipe") != std::string::npos && world->process_rank()) {
+    const auto monitor = world->process_rank()->monitor();
+    const std::string failure = monitor ? monitor->wait_for_failure(Milliseconds(1000), {rank}) : "";
+    if (!failure.empty()) reason = failure;
+  }
   reason.resize(std::min(reason.size(), reason.find("\nException raised from")));  // the other's stack trace
   TESSERA_CHECK(false, "The call of worker \"", to.name_, "\" failed: ", reason);
 }

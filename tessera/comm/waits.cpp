@@ -103,7 +103,7 @@ class Watch {
     for (const Wait* wait : waits_) {
       if (wait->others_ && described.insert(wait->ranks_).second) text += wait->others_();
     }
-    return text + ".";
+    return text.ends_with('.') ? text : text + ".";
   }
 
   const std::chrono::milliseconds interval_ = first_interval();

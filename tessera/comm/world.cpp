@@ -241,8 +241,7 @@ void World::wait_for_end_of_others(std::chrono::milliseconds patience) const {
 }
 
 void World::leave() {
-  if (!process_rank_) return;
-  process_rank_->leave();
+  if (!process_rank_ || !process_rank_->leave()) return;
   // Meshes may outlive the world, in caches too, and refer to its groups; connections and threads end.
   std::lock_guard lock(mutex_);
   options_.store.reset();

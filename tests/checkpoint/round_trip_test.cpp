@@ -23,6 +23,7 @@ namespace {
 
 using tessera::testing::error_of;
 using tessera::testing::expect_ok;
+using tessera::testing::same_bits;
 using tessera::testing::spawn_ranks;
 using ::testing::HasSubstr;
 
@@ -33,12 +34,6 @@ at::Tensor values_of(at::IntArrayRef shape, at::ScalarType dtype) {
   // Whatever the bits mean: what is loaded must be equal in all of them.
   if (c10::elementSize(dtype) == 1) return count.remainder(251).to(at::kByte).view(dtype);
   return count.remainder(2000).to(dtype);
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const at::Tensor left = a.contiguous(), right = b.contiguous();
-  return std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
 }
 
 /// How a tensor lies on ranks.

@@ -85,5 +85,46 @@ TEST_P(Elastic, GoesOnAsIfItHadBegunWithTheRanksThatAreLeft) {
   for (const auto& [step, loss] : expected) EXPECT_EQ(actual.at(step), loss) << "step " << step;
 }
 
+#ifdef TESSERA_PYTHON
+/// One that runs this program with these words among its arguments; 0 if there is none.
+pid_t find_process(const std::string& program, const std::string& words) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    std::error_code none;
+    if (std::filesystem::read_symlink(entry.path() / "exe", none) != program) continue;
+    std::ifstream file(entry.path() / "cmdline");
+    const std::string line{std::istreambuf_iterator<char>(file), {}};
+    if (line.find(words) != std::string::npos) return std::atoi(entry.path().filename().c_str());
+  }
+  return 0;
+}
+
+/// torchrun ends all processes when one dies, and starts them again.
+TEST(Restarted, ByTorchrunGoesOnFromTheLastCheckpoint) {
+  std::string path = ::testing::TempDir() + "/tessera_restart_XXXXXX";
+  const std::string directory = ::mkdtemp(path.data());
+  const std::string command = std::string("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo ") + TESSERA_PYTHON +
+                              " -m torch.distributed.run --standalone --nproc-per-node=3 --max-restarts=1 "
+                              "--monitor-interval=0.1 --no-python " +
+                              TESSERA_ELASTIC_EXAMPLE + " --checkpoints " + directory +
+                              "/steps --steps 20 --pause 60 >" + directory + "/output 2>&1";
+  int status = -1;
+  std::thread runner([&] { status = std::system(command.c_str()); });
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!std::filesystem::exists(directory + "/steps/step-10") &&
+         std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const pid_t victim = find_process(TESSERA_ELASTIC_EXAMPLE, directory);
+  EXPECT_GT(victim, 0);
+  if (victim > 0) ::kill(victim, SIGKILL);
+  runner.join();
+  std::ifstream file(directory + "/output");
+  const std::string output{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(status, 0) << output;
+  EXPECT_THAT(output, HasSubstr("3 ranks go on from " + directory + "/steps/step-10"));
+  EXPECT_EQ(losses(output).size(), 20u) << output;
+  std::filesystem::remove_all(directory);
+}
+#endif
+
 }  // namespace
 }  // namespace tessera

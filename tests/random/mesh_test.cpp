@@ -25,12 +25,7 @@ namespace {
 
 using testing::all_placements;
 using testing::expect_error;
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
-         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
-}
+using testing::same_bits;
 
 constexpr uint64_t kSeed = 17;
 

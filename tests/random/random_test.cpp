@@ -24,12 +24,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/compare.h"
 #include "tests/support/errors.h"
 
 namespace tessera::random {
 namespace {
 
 using ::tessera::testing::expect_error;
+using ::tessera::testing::same_bits;
 
 /// From the paper's own known answers (Random123, kat_vectors).
 TEST(Philox, KnownAnswers) {
@@ -162,12 +164,6 @@ std::map<std::string, Distribution> distributions() {
           {"bernoulli", Distribution::bernoulli(0.3)},
           {"integers", Distribution::integers(3, 100)},
           {"all integers", Distribution::integers()}};
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
-         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 /// The part of a tensor that pieces describe.

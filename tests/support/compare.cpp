@@ -3,6 +3,7 @@
 #include <tessera/comm/run.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <sstream>
 
@@ -39,6 +40,13 @@ std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool par
     lists = std::move(longer);
   }
   return lists;
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  // memcmp may not be given the null pointers of empty tensors.
+  return x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {

@@ -21,6 +21,9 @@ at::Tensor numbers(at::IntArrayRef shape, int64_t seed = 0);
 /// All lists of placements, one for each of `mesh_ndim` mesh dims, of a tensor of `ndim` dims.
 std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool partial);
 
+/// Whether they have the same shape, dtype and bits.
+bool same_bits(const at::Tensor& a, const at::Tensor& b);
+
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what);
 
 /// `function` of inputs with these placements, and the gradients of a weighted sum of its result, against

@@ -44,6 +44,7 @@ RankState state_from_bytes(std::string_view bytes) {
     call.common = in.get_text();
     state.calls.push_back(std::move(call));
   }
+  in.check(in.done());
   return state;
 }
 

@@ -22,7 +22,7 @@ help:
 	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
-	@echo 'make fuzz      try the readers of checkpoints with a million mutated files of each kind (minutes; FUZZ=--help)'
+	@echo 'make fuzz      try all that parses or takes sizes with a million bad inputs each: texts, bytes, messages, files (long; FUZZ=--help)'
 	@echo 'make fuzz-values  build, then try random operators, errors, modules and models against one device (long; FUZZ=--help)'
 	@echo 'make checkpoint-faults  build, then kill saves at every call that changes the disk, damage what they wrote (minutes)'
 	@echo 'make faults    build, then let a rank fail in every way at every kind of step, on processes and threads (minutes)'
@@ -109,8 +109,9 @@ slices: build
 
 fuzz:
 	$(call configure,$(BUILD),)
-	@cmake --build $(BUILD) --target checkpoint_fuzz
+	@cmake --build $(BUILD) --target checkpoint_fuzz parser_fuzz
 	@$(BUILD)/tests/checkpoint_fuzz $(FUZZ)
+	@$(BUILD)/tests/parser_fuzz $(FUZZ)
 
 fuzz-values: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)

@@ -3,6 +3,20 @@
 
 namespace tessera::checkpoint {
 
+namespace {
+
+int64_t get_below(ByteReader& in, int64_t limit) {
+  const auto value = in.get<uint8_t>();
+  in.check(value < limit);
+  return value;
+}
+
+}  // namespace
+
+c10::ScalarType get_dtype(ByteReader& in) {
+  return static_cast<c10::ScalarType>(get_below(in, static_cast<int64_t>(c10::ScalarType::Undefined)));
+}
+
 void put_path(ByteWriter& out, const Path& path) {
   out.put(static_cast<int64_t>(path.size()));
   for (const PathStep& step : path) {
@@ -46,7 +60,7 @@ Chunk get_chunk(ByteReader& in) {
   chunk.file = in.get_text();
   chunk.offset = in.get<int64_t>();
   chunk.length = in.get<int64_t>();
-  chunk.container = static_cast<Container>(in.get<uint8_t>());
+  chunk.container = static_cast<Container>(get_below(in, static_cast<uint8_t>(Container::TorchZip) + 1));
   if (const int64_t block = in.get<int64_t>()) {
     Checksums& checksums = chunk.checksums.emplace();
     checksums.block = block;
@@ -78,21 +92,22 @@ std::string to_bytes(const Catalog& catalog) {
 Catalog catalog_from_bytes(std::string_view bytes) {
   ByteReader in(bytes, "the catalog of a checkpoint");
   Catalog catalog;
-  catalog.format = static_cast<Format>(in.get<uint8_t>());
+  catalog.format = static_cast<Format>(get_below(in, static_cast<uint8_t>(Format::DCP) + 1));
   for (int64_t count = in.get_count(1); count > 0; --count) {
     const std::string key(in.get_text());
     Leaf& leaf = catalog.leaves[key];
     leaf.path = get_path(in);
-    const auto content = in.get<uint8_t>();
+    const int64_t content = get_below(in, 3);
     if (content == 1) leaf.content = value_from_json(in.get_text(), "'" + key + "'");
     if (content == 2) leaf.content = Unreadable{std::string(in.get_text())};
     if (content != 0) continue;
     TensorEntry tensor;
     tensor.shape = in.get_list();
-    tensor.dtype = static_cast<c10::ScalarType>(in.get<int8_t>());
+    tensor.dtype = get_dtype(in);
     for (int64_t chunks = in.get_count(1); chunks > 0; --chunks) tensor.chunks.push_back(get_chunk(in));
     leaf.content = std::move(tensor);
   }
+  in.check(in.done());
   return catalog;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/checkpoint/catalog.h>
 #include <tessera/bytes.h>
+#include <tessera/checkpoint/catalog.h>
 
 #include <string>
 #include <string_view>
@@ -11,6 +11,7 @@ namespace tessera::checkpoint {
 
 void put_path(ByteWriter& out, const Path& path);
 Path get_path(ByteReader& in);
+c10::ScalarType get_dtype(ByteReader& in);
 void put_chunk(ByteWriter& out, const Chunk& chunk);
 Chunk get_chunk(ByteReader& in);
 

@@ -22,17 +22,20 @@ struct Candidate {
   std::vector<std::pair<int64_t, size_t>> owners;  // rank, and which of its boxes it lies in
 };
 
+int64_t divided_up(int64_t number, int64_t by) { return number / by + (number % by != 0); }
+
 /// In up to `count` parts of nearly equal size, along the first dim that has more than one element.
 std::vector<ChunkBox> split(const ChunkBox& box, int64_t count) {
   const auto dim = std::find_if(box.sizes.begin(), box.sizes.end(), [](int64_t size) { return size > 1; });
   if (dim == box.sizes.end()) return {box};
   const size_t d = dim - box.sizes.begin();
-  const int64_t each = (*dim + count - 1) / count;
+  const int64_t each = divided_up(*dim, count);
   std::vector<ChunkBox> result;
-  for (int64_t begin = 0; begin < *dim; begin += each) {
+  for (int64_t begin = 0; begin < *dim;) {
     ChunkBox part = box;
     part.offsets[d] += begin;
     part.sizes[d] = std::min(each, *dim - begin);
+    begin += part.sizes[d];
     result.push_back(std::move(part));
   }
   return result;
@@ -139,7 +142,7 @@ Description description_from_bytes(std::string_view bytes) {
     leaf.is_tensor = in.get<uint8_t>() != 0;
     if (leaf.is_tensor) {
       leaf.shape = in.get_list();
-      leaf.dtype = static_cast<c10::ScalarType>(in.get<int8_t>());
+      leaf.dtype = get_dtype(in);
       for (int64_t boxes = in.get_count(1); boxes > 0; --boxes) {
         auto offsets = in.get_list();
         leaf.boxes.push_back({std::move(offsets), in.get_list()});
@@ -148,6 +151,7 @@ Description description_from_bytes(std::string_view bytes) {
       leaf.value = in.get_text();
     }
   }
+  in.check(in.done());
   return description;
 }
 
@@ -167,7 +171,10 @@ SavePlan plan_save(const std::vector<Description>& ranks) {
   };
 
   int64_t total = 0;
-  for (const Candidate& candidate : merged.boxes) total += candidate.bytes;
+  for (const Candidate& candidate : merged.boxes) {
+    TESSERA_CHECK_VALUE(!__builtin_add_overflow(total, candidate.bytes, &total),
+                        "The tensors have more bytes together than 64 bits can count.");
+  }
   const int64_t share = std::max(total / static_cast<int64_t>(4 * ranks.size()), kSmallestSplit);
   // What only one rank has cannot be balanced; then the largest first.
   std::stable_sort(merged.boxes.begin(), merged.boxes.end(), [](const Candidate& a, const Candidate& b) {
@@ -175,7 +182,7 @@ SavePlan plan_save(const std::vector<Description>& ranks) {
     return a_is_shared != b_is_shared ? b_is_shared : a.bytes > b.bytes;
   });
   for (const Candidate& candidate : merged.boxes) {
-    const int64_t parts = candidate.owners.size() == 1 ? 1 : (candidate.bytes + share - 1) / share;
+    const int64_t parts = candidate.owners.size() == 1 ? 1 : divided_up(candidate.bytes, share);
     const c10::ScalarType dtype =
         std::get<TensorEntry>(merged.catalog.leaves.at(candidate.key).content).dtype;
     for (const ChunkBox& box : split(candidate.box, parts))

@@ -129,6 +129,7 @@ std::vector<WrittenChunk> written_from_bytes(std::string_view bytes) {
     std::string key(in.get_text());
     chunks.push_back({std::move(key), get_chunk(in)});
   }
+  in.check(in.done());
   return chunks;
 }
 

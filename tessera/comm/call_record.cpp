@@ -44,6 +44,7 @@ RankState state_from_bytes(std::string_view bytes) {
     call.common = in.get_text();
     state.calls.push_back(std::move(call));
   }
+  in.check(in.done());
   return state;
 }
 
@@ -87,7 +88,7 @@ uint64_t CallRecord::begin(const char* name, const at::Tensor* tensor, const Gro
   entry.is_message = std::strcmp(name, "send") == 0 || std::strcmp(name, "recv") == 0;
   entry.number = entry.is_message ? ++calls.messages : ++calls.collectives;
   entry.begin = Clock::now();
-  entry.has_ended = false;
+  entry.parts = 1;
   entry.has_tensor = tensor && tensor->defined();
   if (entry.has_tensor) {
     entry.dtype = tensor->scalar_type();
@@ -95,6 +96,12 @@ uint64_t CallRecord::begin(const char* name, const at::Tensor* tensor, const Gro
     std::copy_n(tensor->sizes().begin(), std::min(entry.dims, kDims), entry.sizes.begin());
   }
   return id;
+}
+
+void CallRecord::join(uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  Entry& entry = entries_[id % kCalls];
+  if (entry.id == id) ++entry.parts;
 }
 
 void CallRecord::set_label(const Group& group, std::string label) {
@@ -106,7 +113,7 @@ void CallRecord::end(uint64_t id) {
   const std::lock_guard lock(mutex_);
   Entry& entry = entries_[id % kCalls];
   if (entry.id != id) return;
-  entry.has_ended = true;
+  --entry.parts;
   entry.end = Clock::now();
 }
 
@@ -127,7 +134,7 @@ RankState CallRecord::state() const {
     if (!entry) continue;
     if (!entry->is_message)
       state.calls.push_back({entry->group->label, entry->number, text_of(*entry), common_of(*entry)});
-    if (!entry->has_ended && !under_way) under_way = entry;
+    if (entry->parts > 0 && !under_way) under_way = entry;
     last = entry;
   }
   if (under_way) {
@@ -145,7 +152,7 @@ std::string CallRecord::call_with(int64_t rank) const {
   const std::lock_guard lock(mutex_);
   for (uint64_t id = count_ >= kCalls ? count_ - kCalls + 1 : 1; id <= count_; ++id) {
     const Entry* entry = find(id);
-    if (!entry || entry->has_ended) continue;
+    if (!entry || entry->parts <= 0) continue;
     const auto& ranks = entry->group->ranks;
     if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) return full_text_of(*entry);
   }

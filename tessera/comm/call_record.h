@@ -38,9 +38,11 @@ class CallRecord {
   /// Notes a call on a group of these ranks, which messages call `label`. `tensor` is what it is about, or null. `name` is a literal.
   uint64_t begin(const char* name, const at::Tensor* tensor, const Group& group,
                  const std::vector<int64_t>& ranks, const std::string& label);
+  /// Another part of the call has begun: it ends when all have.
+  void join(uint64_t id);
   /// Messages call the group so from now on, whatever `begin` says.
   void set_label(const Group& group, std::string label);
-  /// The call has ended.
+  /// The call, or a part of it, has ended.
   void end(uint64_t id);
 
   /// "all_reduce(Float[3, 4]), call 41 of group [0, 2]".
@@ -65,7 +67,7 @@ class CallRecord {
     uint64_t number = 0;
     Clock::time_point begin, end;
     bool is_message = false;  // a send or a receive
-    bool has_ended = false;
+    int parts = 0;            // that are under way
     bool has_tensor = false;
     at::ScalarType dtype = at::kFloat;
     size_t dims = 0;

@@ -167,6 +167,8 @@ class Observed {
   const char* name() const { return name_; }
   /// What it is about, or null.
   const at::Tensor* tensor() const { return tensor_; }
+  /// In the record of a rank that is a process: a call may be made of several.
+  mutable uint64_t recorded = 0;
 
  private:
   using Scope = ThreadScope<const Observed*, Observed>;
@@ -188,9 +190,16 @@ Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function
   rank_ = std::move(maker.rank);
   members_ = std::move(maker.members);
   if (!rank_) return;
+  CallRecord& record = rank_->record();
   const Observed* call = Observed::outermost();
-  call_ = rank_->record().begin(call ? call->name() : "collective", call ? call->tensor() : nullptr, group_,
-                                members_, maker.label);
+  if (call && call->recorded) {
+    call_ = call->recorded;
+    record.join(call_);
+    return;
+  }
+  call_ = record.begin(call ? call->name() : "collective", call ? call->tensor() : nullptr, group_, members_,
+                       maker.label);
+  if (call) call->recorded = call_;
 }
 Pending::Pending(Pending&&) noexcept = default;
 Pending& Pending::operator=(Pending&&) noexcept = default;

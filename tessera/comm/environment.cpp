@@ -4,6 +4,7 @@
 
 #include <charconv>
 #include <cstdlib>
+#include <limits>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -45,7 +46,7 @@ class Reader {
   const EnvironmentLookup& lookup_;
 };
 
-constexpr int64_t kMaxRanks = int64_t{1} << 31;
+constexpr int64_t kMaxRanks = std::numeric_limits<int32_t>::max();  // as many as c10d can count
 
 }  // namespace
 
@@ -98,13 +99,21 @@ std::optional<LaunchInfo> launch_info() {
 }
 
 std::string first_slurm_host(const std::string& node_list) {
-  const size_t end = node_list.find_first_of(",[");
-  std::string host = node_list.substr(0, end);
-  if (end != std::string::npos && node_list[end] == '[') {
-    const size_t stop = node_list.find_first_of("-,]", end);
-    TESSERA_CHECK_VALUE(stop != std::string::npos, "The Slurm node list \"", node_list,
+  std::string host;
+  for (size_t i = 0; i < node_list.size() && node_list[i] != ',';) {
+    if (node_list[i] != '[') {
+      host += node_list[i++];
+      continue;
+    }
+    // Of the numbers in brackets the first counts.
+    const size_t close = node_list.find(']', i);
+    TESSERA_CHECK_VALUE(close != std::string::npos, "The Slurm node list \"", node_list,
                         "\" has a '[' that is not closed.");
-    host += node_list.substr(end + 1, stop - end - 1);
+    const size_t stop = node_list.find_first_not_of("0123456789", i + 1);
+    TESSERA_CHECK_VALUE(stop > i + 1 && std::string_view("-,]").find(node_list[stop]) != std::string::npos,
+                        "The Slurm node list \"", node_list, "\" has a '[' that no number or range follows.");
+    host += node_list.substr(i + 1, stop - i - 1);
+    i = close + 1;
   }
   TESSERA_CHECK_VALUE(!host.empty(), "The Slurm node list \"", node_list, "\" does not begin with a host.");
   return host;

@@ -47,7 +47,7 @@ TESSERA_API std::optional<LaunchInfo> launch_info(const EnvironmentLookup& looku
 /// The same from this process's environment.
 TESSERA_API std::optional<LaunchInfo> launch_info();
 
-/// The first host of a Slurm node list: "gpu[03-05,09],login1" -> "gpu03".
+/// The first host of a Slurm node list: "gpu[03-05,09],login1" -> "gpu03", "rack[1-2]n[0-7]" -> "rack1n0".
 TESSERA_API std::string first_slurm_host(const std::string& node_list);
 
 /// Connects to the store that these processes share; rank 0 keeps it unless torchrun does.

@@ -1,4 +1,3 @@
-#include <tessera/bytes.h>
 #include <tessera/comm/monitor.h>
 #include <tessera/comm/processes.h>
 #include <tessera/comm/sockets.h>
@@ -8,7 +7,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 #include <iterator>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -24,10 +22,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The longest message. What comes from a socket is not trusted with more memory than that.
-constexpr uint32_t kMaxMessage = 1 << 20;
-/// Texts of users may be of any length.
-constexpr size_t kMaxText = 64 << 10;
 /// How long a death waits for somebody who can say during which call it came.
 constexpr milliseconds kCallPatience{100};
 /// How long the system may take to let go of a process whose connections are closed.
@@ -39,33 +33,6 @@ constexpr milliseconds kGoodbyePatience{1000};
 constexpr milliseconds kPartingPatience{300};
 
 std::string key_of(int64_t rank) { return c10::str("rank/", rank); }
-
-/// What a rank leaves in the store.
-struct Presence {
-  std::string process;
-  std::string address;
-  uint16_t port = 0;    // 0: it has left
-  std::string failure;  // of the world, as it knew when it left
-};
-
-std::string to_bytes(const Presence& presence) {
-  ByteWriter out;
-  out.put(std::string_view(presence.process));
-  out.put(std::string_view(presence.address));
-  out.put(std::string_view(presence.failure));
-  out.put(presence.port);
-  return out.take();
-}
-
-Presence presence_from_bytes(std::string_view bytes) {
-  ByteReader in(bytes, "presence of a rank");
-  Presence presence;
-  presence.process = in.get_text();
-  presence.address = in.get_text();
-  presence.failure = in.get_text();
-  presence.port = in.get<uint16_t>();
-  return presence;
-}
 
 std::optional<Presence> find_presence(c10d::Store& store, int64_t rank) {
   if (!store.check({key_of(rank)})) return std::nullopt;
@@ -130,7 +97,8 @@ class Monitor::Connections {
   /// Those who never were connected with this rank learn from the store that it has left.
   void leave_word() const {
     try {
-      store_->set(key_of(monitor_.options_.rank), to_bytes(Presence{this_process(), "", 0, monitor_.failure()}));
+      store_->set(key_of(monitor_.options_.rank),
+                  to_bytes(Presence{this_process(), "", 0, monitor_.failure().substr(0, kMaxText)}));
     } catch (const std::exception&) {  // the store is gone
     }
   }
@@ -163,7 +131,7 @@ class Monitor::Connections {
 
   /// Called by any thread, with the monitor's lock.
   void enqueue(const News& news) {
-    outbox_.push_back(encode(news));
+    outbox_.push_back(framed(to_bytes(news)));
     wake();
   }
 
@@ -178,28 +146,8 @@ class Monitor::Connections {
     bool is_over = false;
   };
 
-  static std::string frame(const std::string& content) {
-    const auto length = static_cast<uint32_t>(content.size());
-    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + content;
-  }
-
-  static std::string encode(const News& news) {
-    ByteWriter out;
-    out.put(static_cast<uint8_t>(news.kind));
-    out.put(news.by);
-    out.put(news.number);
-    out.put(news.of);
-    out.put(std::string_view(news.text).substr(0, kMaxText));
-    return frame(out.take());
-  }
-
   std::string hello() const {
-    ByteWriter out;
-    out.put(static_cast<uint8_t>(Kind::Hello));
-    out.put(std::string_view(monitor_.options_.token));
-    out.put(monitor_.options_.rank);
-    out.put(std::string_view(this_process()));
-    return frame(out.take());
+    return framed(to_bytes(Hello{monitor_.options_.token, monitor_.options_.rank, this_process()}));
   }
 
   /// Closes the connections so that what was sent on them arrives: a socket that is closed while there is something to read
@@ -317,59 +265,42 @@ class Monitor::Connections {
   }
 
   void take_messages(Connection& from) {
-    while (!from.is_over && from.in.size() >= sizeof(uint32_t)) {
-      uint32_t length = 0;
-      std::memcpy(&length, from.in.data(), sizeof length);
-      if (length > kMaxMessage || (!from.rank && length > kMaxText)) {
-        from.is_over = true;  // that is none of us
-        return;
+    try {
+      while (!from.is_over) {
+        const auto message = take_framed(from.in, from.rank ? kMaxMessage : kMaxHello);
+        if (!message) return;
+        from.rank ? take_news(from, *message) : take_hello(from, *message);
       }
-      if (from.in.size() < sizeof length + length) return;
-      const std::string message = from.in.substr(sizeof length, length);
-      from.in.erase(0, sizeof length + length);
-      try {
-        take(from, message);
-      } catch (const c10::Error&) {
-        from.is_over = true;
-      }
+    } catch (const c10::Error&) {
+      from.is_over = true;  // that is none of us
     }
   }
 
-  void take(Connection& from, const std::string& message) {
-    ByteReader in(message, "message between monitors");
-    const auto kind = in.get<uint8_t>();
-    if (!from.rank) return take_hello(from, kind, in);
-    in.check(kind >= static_cast<uint8_t>(Kind::Left) && kind <= static_cast<uint8_t>(Kind::Invitation));
-    News news;
-    news.kind = static_cast<Kind>(kind);
-    news.by = in.get<int64_t>();
-    news.number = in.get<uint64_t>();
-    news.of = in.get<int64_t>();
-    news.text = in.get_text();
-    const int64_t size = monitor_.options_.size;
-    in.check(news.by >= 0 && news.by < size && news.of >= 0 && news.of < size);
+  void take_news(Connection& from, const std::string& bytes) {
+    const News news = news_from_bytes(bytes, monitor_.options_.size);
     if (!monitor_.take(news)) return;
+    const std::string message = framed(bytes);
     for (const auto& each : all_) {
-      if (each->rank && each.get() != &from) each->out += encode(news);
+      if (each->rank && each.get() != &from) each->out += message;
     }
     deaths_.erase(news.of);
   }
 
-  void take_hello(Connection& from, uint8_t kind, ByteReader& in) {
-    in.check(kind == static_cast<uint8_t>(Kind::Hello));
-    if (!is_same_token(in.get_text(), monitor_.options_.token)) {
+  void take_hello(Connection& from, const std::string& bytes) {
+    const Hello hello = hello_from_bytes(bytes);
+    const Options& options = monitor_.options_;
+    const bool is_expected = hello.rank >= 0 && hello.rank < options.size && hello.rank != options.rank &&
+                             (!from.expected || *from.expected == hello.rank);
+    if (!is_same_token(hello.token, options.token) || !is_expected) {
       from.is_over = true;
       return;
     }
-    const auto rank = in.get<int64_t>();
-    in.check(rank >= 0 && rank < monitor_.options_.size && rank != monitor_.options_.rank &&
-             (!from.expected || *from.expected == rank));
-    from.watch.emplace(std::string(in.get_text()));
-    from.rank = rank;
-    to_come_.erase(rank);
+    from.watch.emplace(hello.process);
+    from.rank = hello.rank;
+    to_come_.erase(hello.rank);
     const std::lock_guard lock(monitor_.mutex_);
-    for (const News& news : monitor_.known_) from.out += encode(news);
-    monitor_.connected_.insert(rank);
+    for (const News& news : monitor_.known_) from.out += framed(to_bytes(news));
+    monitor_.connected_.insert(hello.rank);
     monitor_.changed_.notify_all();
   }
 
@@ -492,7 +423,7 @@ class Monitor::Connections {
         continue;
       }
       News news;
-      news.kind = Kind::Died;
+      news.kind = NewsKind::Died;
       news.of = death->first;
       news.text = death->second.text;
       death = deaths_.erase(death);
@@ -528,7 +459,7 @@ Monitor::Monitor(Options options, Rank rank)
 
 Monitor::~Monitor() {
   News news;
-  news.kind = Kind::Left;
+  news.kind = NewsKind::Left;
   news.of = options_.rank;
   send(std::move(news));
   connections_->leave_word();
@@ -555,53 +486,46 @@ bool Monitor::take(const News& news) {
     const std::lock_guard lock(mutex_);
     if (!seen_.emplace(news.by, news.number).second) return false;
     switch (news.kind) {
-      case Kind::Hello:
+      case NewsKind::Hello:
         break;
-      case Kind::Left:
+      case NewsKind::Left:
         left_.insert(news.of);
         break;
-      case Kind::Died:
+      case NewsKind::Died:
         dead_.insert(news.of);
         [[fallthrough]];
-      case Kind::Failed:
+      case NewsKind::Failed:
         has_failed = failure_.empty();
         if (has_failed) failure_ = news.text;
         break;
-      case Kind::Answer:
+      case NewsKind::Answer:
         if (news.of == options_.rank) {
-          ByteReader in(news.text, "answer");
-          const auto question = in.get<uint64_t>();
-          if (const auto asked = answers_.find(question); asked != answers_.end())
-            asked->second[news.by] = in.get_text();
+          const Answer answer = answer_from_bytes(news.text);
+          if (const auto asked = answers_.find(answer.question); asked != answers_.end())
+            asked->second[news.by] = state_from_bytes(answer.state);
         }
         break;
-      case Kind::Ask:
+      case NewsKind::Ask:
         break;
-      case Kind::Ready:
+      case NewsKind::Ready:
         ready_.insert(news.of);
         break;
-      case Kind::Invitation: {
-        ByteReader in(news.text, "invitation");
-        Survivors survivors;
-        survivors.ranks = in.get_list();
-        survivors.invitation = in.get_text();
+      case NewsKind::Invitation: {
+        Survivors survivors = survivors_from_bytes(news.text, options_.size);
         if (!survivors_) survivors_ = std::move(survivors);
         break;
       }
     }
-    if (news.kind == Kind::Left || news.kind == Kind::Died || news.kind == Kind::Failed)
+    if (news.kind == NewsKind::Left || news.kind == NewsKind::Died || news.kind == NewsKind::Failed)
       known_.push_back(news);
     changed_.notify_all();
   }
   if (has_failed) rank_.interrupt();
-  if (news.kind == Kind::Ask && news.by != options_.rank) {
+  if (news.kind == NewsKind::Ask && news.by != options_.rank) {
     News answer;
-    answer.kind = Kind::Answer;
+    answer.kind = NewsKind::Answer;
     answer.of = news.by;
-    ByteWriter out;
-    out.put(news.number);
-    out.put(std::string_view(to_bytes(rank_.state())));
-    answer.text = out.take();
+    answer.text = to_bytes(Answer{news.number, to_bytes(rank_.state())});
     send(std::move(answer));
   }
   return true;
@@ -621,7 +545,7 @@ bool Monitor::connect(const std::vector<int64_t>& ranks, milliseconds patience) 
 
 void Monitor::fail(const std::string& text) {
   News news;
-  news.kind = Kind::Failed;
+  news.kind = NewsKind::Failed;
   news.of = options_.rank;
   news.text = text.substr(0, kMaxText);
   send(std::move(news));
@@ -684,16 +608,16 @@ std::vector<int64_t> Monitor::missing(const std::vector<int64_t>& ranks) const {
 
 std::string Monitor::ask(const std::vector<int64_t>& ranks, milliseconds patience) {
   News news;
-  news.kind = Kind::Ask;
+  news.kind = NewsKind::Ask;
   news.of = options_.rank;
   const uint64_t question = news.number = new_number();
-  const std::string mine = to_bytes(rank_.state());
+  RankState mine = rank_.state();
   {
     const std::lock_guard lock(mutex_);
-    answers_[question] = {{options_.rank, mine}};
+    answers_[question].emplace(options_.rank, std::move(mine));
   }
   send(std::move(news));
-  std::map<int64_t, std::string> answers;
+  std::map<int64_t, RankState> answers;
   std::set<int64_t> dead, left;
   {
     std::unique_lock lock(mutex_);
@@ -713,7 +637,7 @@ std::string Monitor::ask(const std::vector<int64_t>& ranks, milliseconds patienc
   for (const int64_t rank : ranks) {
     std::string text;
     if (const auto answer = answers.find(rank); answer != answers.end()) {
-      states[rank] = state_from_bytes(answer->second);
+      states[rank] = answer->second;
       text = "is " + states[rank].text;
     } else if (dead.count(rank)) {
       text = "has died";
@@ -736,10 +660,9 @@ std::vector<int64_t> Monitor::alive() const {
   return result;
 }
 
-Monitor::Survivors Monitor::gather_survivors(const std::function<std::string()>& invite,
-                                             milliseconds patience) {
+Survivors Monitor::gather_survivors(const std::function<std::string()>& invite, milliseconds patience) {
   News ready;
-  ready.kind = Kind::Ready;
+  ready.kind = NewsKind::Ready;
   ready.of = options_.rank;
   send(std::move(ready));
   const auto deadline = Clock::now() + patience;
@@ -752,13 +675,10 @@ Monitor::Survivors Monitor::gather_survivors(const std::function<std::string()>&
     }
     if (awaited.empty() && ranks.front() == options_.rank) {
       lock.unlock();
-      ByteWriter out;
-      out.put_list(ranks);
-      out.put(std::string_view(invite()));
       News invitation;
-      invitation.kind = Kind::Invitation;
+      invitation.kind = NewsKind::Invitation;
       invitation.of = options_.rank;
-      invitation.text = out.take();
+      invitation.text = to_bytes(Survivors{ranks, invite()});
       send(std::move(invitation));
       lock.lock();
       continue;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/comm/call_record.h>
+#include <tessera/comm/monitor_messages.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -78,10 +79,6 @@ class Monitor {
 
   /// Where the ranks that are left go on: those that have neither died nor left, once all of them have called this. The
   /// lowest of them is asked for the text, by `invite`, and all get it. Throws if it takes longer than `patience`.
-  struct Survivors {
-    std::vector<int64_t> ranks;
-    std::string invitation;
-  };
   Survivors gather_survivors(const std::function<std::string()>& invite, std::chrono::milliseconds patience);
 
   /// Until all other ranks have left, or so long. Throws if the world fails before.
@@ -89,15 +86,6 @@ class Monitor {
 
  private:
   class Connections;
-  enum class Kind : uint8_t { Hello, Left, Failed, Died, Ask, Answer, Ready, Invitation };
-  /// News of a rank, which goes to all. `by` made it, and gave it a number.
-  struct News {
-    Kind kind = Kind::Left;
-    int64_t by = 0;
-    uint64_t number = 0;
-    int64_t of = 0;  // Ask and Answer: the rank that asked
-    std::string text;
-  };
   friend class Connections;
 
   uint64_t new_number();
@@ -119,7 +107,7 @@ class Monitor {
   std::string failure_;
   std::set<int64_t> connected_, dead_, left_, ready_;
   std::optional<Survivors> survivors_;
-  std::map<uint64_t, std::map<int64_t, std::string>> answers_;  // by question, by rank
+  std::map<uint64_t, std::map<int64_t, RankState>> answers_;  // by question, by rank
   std::thread thread_;
 };
 

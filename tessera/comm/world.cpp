@@ -11,8 +11,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 
+#include <c10/core/Device.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,6 +23,14 @@
 namespace tessera {
 
 namespace {
+
+bool is_device_type(const std::string& text) {
+  try {
+    return !c10::Device(text).has_index();
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
 
 /// "gloo" -> {"": gloo}; "cpu:gloo,cuda:nccl" -> {"cpu": gloo, "cuda": nccl}.
 std::map<std::string, std::string> parse_backends(const std::string& text) {
@@ -32,7 +42,7 @@ std::map<std::string, std::string> parse_backends(const std::string& text) {
     const std::string device = colon == std::string::npos ? "" : item.substr(0, colon);
     const std::string name = colon == std::string::npos ? item : item.substr(colon + 1);
     TESSERA_CHECK_VALUE(
-        !name.empty() && (colon == std::string::npos || !device.empty()) &&
+        !name.empty() && (colon == std::string::npos || is_device_type(device)) &&
             result.emplace(device, name).second,
         "\"", text,
         "\" does not say which backends to use. Expected a name, or one per device type as in "
@@ -94,6 +104,9 @@ std::shared_ptr<World> find_world() {
 World::World(WorldOptions options)
     : options_(std::move(options)), backends_(parse_backends(options_.backend)) {
   TESSERA_CHECK_VALUE(options_.size >= 1, "A world needs at least one rank, got ", options_.size, ".");
+  TESSERA_CHECK_VALUE(options_.size <= std::numeric_limits<int32_t>::max(), "A world has at most ",
+                      std::numeric_limits<int32_t>::max(), " ranks, as c10d counts them in 32 bits, got ",
+                      options_.size, ".");
   TESSERA_CHECK_VALUE(options_.rank >= 0 && options_.rank < options_.size, "Rank ", options_.rank,
                       " is not in a world of ", options_.size, " ranks.");
   TESSERA_CHECK_VALUE(options_.timeout.count() > 0, "The timeout must be positive, got ",

@@ -113,17 +113,19 @@ std::shared_ptr<Root> make_root(at::DeviceType device, at::IntArrayRef shape,
   if (ranks) {
     TESSERA_CHECK_VALUE(size == static_cast<int64_t>(ranks->size()), "A mesh of shape ", shape, " has ", size,
                         " ranks, but ", ranks->size(), " are given.");
-    std::vector<bool> seen(world_size);
     bool in_order = true;
     for (int64_t i = 0; i < size; ++i) {
       const int64_t r = (*ranks)[i];
       TESSERA_CHECK_VALUE(r >= 0 && r < world_size, "Rank ", r,
                           " of the mesh is not in the world, whose ranks are 0 to ", world_size - 1, ".");
-      TESSERA_CHECK_VALUE(!seen[r], "Rank ", r, " is in the mesh more than once.");
-      seen[r] = true;
       in_order = in_order && r == i;
       if (r == rank) root->index = i;
     }
+    // Not by a table of the world's ranks, which may be very many.
+    std::vector<int64_t> sorted = *ranks;
+    std::ranges::sort(sorted);
+    const auto twice = std::ranges::adjacent_find(sorted);
+    TESSERA_CHECK_VALUE(twice == sorted.end(), "Rank ", *twice, " is in the mesh more than once.");
     if (!in_order) root->ranks = *std::move(ranks);
   } else {
     TESSERA_CHECK_VALUE(size <= world_size, "A mesh of shape ", shape, " needs ", size,

@@ -72,9 +72,16 @@ Pieces shard(const Pieces& pieces, int64_t count, int64_t index) {
   return out;
 }
 
+void check_split(int64_t size, int64_t split) {
+  TESSERA_CHECK_VALUE(std::min(size, split) <= kMaxSplit, "a strided shard of split ", split,
+                      " would split a dim of size ", size, " into more than ", kMaxSplit,
+                      " chunks: expected a split of at most that");
+}
+
 Pieces strided_shard(const Pieces& pieces, int64_t split, int64_t count, int64_t index) {
   TESSERA_CHECK_VALUE(split >= 1, "a strided shard cannot have split ", split, ": it must be at least one");
   const int64_t size = length(pieces);
+  check_split(size, split);
   Pieces out;
   Reader reader(pieces);
   for (int64_t i = 0; i < split; ++i) {

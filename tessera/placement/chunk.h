@@ -49,11 +49,17 @@ TESSERA_API int64_t length(const Pieces& pieces);
 ///   shard({{0, 2}, {4, 2}}, 2, 1) == {{4, 2}}      shard({{0, 2}, {4, 2}}, 4, 2) == {{4, 1}}
 TESSERA_API Pieces shard(const Pieces& pieces, int64_t count, int64_t index);
 
+/// The most chunks that a strided shard may split a dim into: more than meshes have ranks, and little enough to list.
+inline constexpr int64_t kMaxSplit = int64_t{1} << 20;
+/// Throws if a dim of that size would be split into more.
+TESSERA_API void check_split(int64_t size, int64_t split);
+
 /// The elements of the pieces, split into `split` chunks and each of these into `count`: chunk `index` of
 /// each.
 ///   strided_shard({{0, 8}}, 2, 2, 0) == {{0, 2}, {4, 2}}      strided_shard(p, 1, n, i) == shard(p, n, i)
 /// For one `split` and `count`, all indices together are all of the pieces and share nothing.
-/// Linear in the number of pieces and in `split`, never in the number of elements.
+/// Linear in the number of pieces and in `split`, never in the number of elements. Throws unless `split` is at least
+/// one, and where `check_split` does.
 TESSERA_API Pieces strided_shard(const Pieces& pieces, int64_t split, int64_t count, int64_t index);
 
 }  // namespace tessera

@@ -89,6 +89,8 @@ std::vector<Pieces> local_pieces(IntArrayRef shape, IntArrayRef mesh_shape, Arra
   for (const int64_t i : explicit_order(order, mesh_shape.size())) {
     if (!normal[i].is_shard_like()) continue;
     Pieces& local = pieces[normal[i].dim()];
+    // By the global size, so that all ranks agree.
+    check_split(shape[normal[i].dim()], normal[i].split());
     local = strided_shard(local, normal[i].split(), mesh_shape[i], coordinate[i]);
   }
   return pieces;
@@ -117,7 +119,11 @@ DimVector global_shape_if_even(IntArrayRef local_shape, IntArrayRef mesh_shape,
   const Placements normal = normalize(placements, static_cast<int64_t>(local_shape.size()));
   DimVector shape(local_shape.begin(), local_shape.end());
   for (size_t i = 0; i < normal.size(); ++i) {
-    if (normal[i].is_shard_like()) shape[normal[i].dim()] *= mesh_shape[i];
+    if (!normal[i].is_shard_like()) continue;
+    int64_t& size = shape[normal[i].dim()];
+    TESSERA_CHECK_VALUE(!__builtin_mul_overflow(size, mesh_shape[i], &size), "local tensors of shape ",
+                        local_shape, " with placements ", placements, " on a mesh of shape ", mesh_shape,
+                        " have more elements together than can be counted");
   }
   return shape;
 }
@@ -125,8 +131,11 @@ DimVector global_shape_if_even(IntArrayRef local_shape, IntArrayRef mesh_shape,
 DimVector global_shape_from_locals(ArrayRef<DimVector> local_shapes, IntArrayRef mesh_shape,
                                    ArrayRef<Placement> placements, IntArrayRef order) {
   check_mesh(mesh_shape, placements);
-  const int64_t ranks =
-      std::accumulate(mesh_shape.begin(), mesh_shape.end(), int64_t{1}, std::multiplies<>());
+  int64_t ranks = 1;
+  for (const int64_t size : mesh_shape) {
+    TESSERA_CHECK_VALUE(!__builtin_mul_overflow(ranks, size, &ranks), "a mesh of shape ", mesh_shape,
+                        " has more ranks than can be counted");
+  }
   TESSERA_CHECK_VALUE(static_cast<int64_t>(local_shapes.size()) == ranks, "got ", local_shapes.size(),
                       " local shapes for a mesh of shape ", mesh_shape, ": expected one for each of its ",
                       ranks, " ranks");
@@ -146,7 +155,9 @@ DimVector global_shape_from_locals(ArrayRef<DimVector> local_shapes, IntArrayRef
       for (size_t i = 0; counts && i < normal.size(); ++i) {
         counts = coordinate[i] == 0 || normal[i].is_shard_like(static_cast<int64_t>(dim));
       }
-      if (counts) shape[dim] += local[dim];
+      TESSERA_CHECK_VALUE(!counts || !__builtin_add_overflow(shape[dim], local[dim], &shape[dim]),
+                          "the local tensors have more elements together along dim ", dim,
+                          " than can be counted; the rank at ", coordinate, " has shape ", local);
     }
     advance(coordinate, mesh_shape);
   }
@@ -172,7 +183,8 @@ DimVector local_strides(IntArrayRef global_strides, IntArrayRef local_shape) {
   for (size_t i = local_shape.size(); i-- > 0;) {
     const int64_t dim = order[i];
     strides[dim] = stride;
-    stride *= std::max<int64_t>(local_shape[dim], 1);
+    TESSERA_CHECK_VALUE(!__builtin_mul_overflow(stride, std::max<int64_t>(local_shape[dim], 1), &stride),
+                        "a tensor of shape ", local_shape, " has more elements than can be counted");
   }
   return strides;
 }

@@ -128,10 +128,10 @@ class Parser {
     }
     for (const Word& dim : order) out.order.push_back(mesh_dim(dim, out));
     if (has_order) {
-      bool complete = true;
-      for (size_t i = 0; complete && i < mesh_ndim; ++i) {
-        complete = std::count(out.order.begin(), out.order.end(), static_cast<int64_t>(i)) == 1;
-      }
+      ShardOrder sorted = out.order;
+      std::sort(sorted.begin(), sorted.end());
+      bool complete = sorted.size() == mesh_ndim;
+      for (size_t i = 0; complete && i < mesh_ndim; ++i) complete = sorted[i] == static_cast<int64_t>(i);
       if (!complete) fail(order_begin, "an order that names each mesh dim exactly once");
     }
 
@@ -247,7 +247,12 @@ class Parser {
       if (!out.mesh_shape.empty() && named == out.mesh_dim_names.empty()) {
         fail(first.begin, "names for all mesh dims or for none");
       }
-      if (named) out.mesh_dim_names.emplace_back(first.text);
+      if (named) {
+        const auto& names = out.mesh_dim_names;
+        if (std::find(names.begin(), names.end(), first.text) != names.end())
+          fail(first.begin, "another name for each mesh dim");
+        out.mesh_dim_names.emplace_back(first.text);
+      }
       const Word size = named ? word() : first;
       const auto value = as_number<int64_t>(size);
       if (!value || *value < 1) fail(size.begin, "the size of a mesh dim, at least 1");

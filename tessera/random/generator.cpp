@@ -211,6 +211,11 @@ class Words {
         std::string(word), "\" at \"", std::string(rest_), "\" in \"", std::string(text_), "\".");
   }
 
+  void expect_end() const {
+    TESSERA_CHECK_VALUE(at_end(), "The state of a random generator: expected nothing more at \"",
+                        std::string(rest_), "\" in \"", std::string(text_), "\".");
+  }
+
   template <class Number>
   Number number() {
     Number result = 0;
@@ -243,7 +248,7 @@ std::string State::str() const { return c10::str("seed ", seed, " stream ", stre
 State State::parse(std::string_view text) {
   Words words(text);
   const State result = words.state();
-  if (!words.at_end()) words.expect("nothing more");
+  words.expect_end();
   return result;
 }
 

@@ -1,6 +1,6 @@
+#include <tessera/bytes.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
-#include <tessera/bytes.h>
 #include <tessera/sharded/metadata.h>
 
 #include <algorithm>
@@ -197,6 +197,8 @@ std::string written(const T& value) {
 }
 
 int64_t count_of(const std::vector<int64_t>& sizes) {
+  TESSERA_CHECK_VALUE(std::none_of(sizes.begin(), sizes.end(), [](int64_t size) { return size < 0; }),
+                      "A tensor cannot have size ", c10::IntArrayRef(sizes), ": sizes are 0 or more.");
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   int64_t count = 1;
   for (const int64_t size : sizes) {

@@ -76,7 +76,7 @@ struct TESSERA_API ShardedTensorMetadata {
   std::vector<int64_t> size;
   TensorProperties tensor_properties;
 
-  /// Throws if 64 bits cannot count them.
+  /// Throws if 64 bits cannot count them, or a size is negative.
   int64_t numel() const;
 
   bool operator==(const ShardedTensorMetadata&) const = default;

@@ -1,6 +1,6 @@
 #include <tessera/comm/rpc.h>
 #include <tessera/error.h>
-#include <tessera/bytes.h>
+#include <tessera/sharded/offer.h>
 #include <tessera/sharded/ranks.h>
 #include <tessera/sharded/remote.h>
 
@@ -8,36 +8,6 @@
 #include <torch/csrc/distributed/rpc/rref_impl.h>
 
 namespace tessera::sharded {
-
-namespace {
-
-/// What a rank sends to the others: under which id it has published which shards, or why it cannot.
-struct Offer {
-  std::string error;
-  int64_t id = 0;
-  std::vector<ShardMetadata> shards;
-};
-
-std::string to_bytes(const Offer& offer) {
-  ByteWriter out;
-  out.put(std::string_view(offer.error));
-  out.put(offer.id);
-  out.put(static_cast<int64_t>(offer.shards.size()));
-  for (const ShardMetadata& shard : offer.shards) out.put(std::string_view(shard.to_bytes()));
-  return out.take();
-}
-
-Offer from_bytes(std::string_view bytes) {
-  ByteReader in(bytes, "offer of shards");
-  Offer offer;
-  offer.error = in.get_text();
-  offer.id = in.get<int64_t>();
-  const int64_t count = in.get_count(sizeof(int64_t));
-  for (int64_t i = 0; i < count; ++i) offer.shards.push_back(ShardMetadata::from_bytes(in.get_text()));
-  return offer;
-}
-
-}  // namespace
 
 LocalShard RemoteShard::to_here(std::optional<std::chrono::milliseconds> timeout) const {
   LocalShard shard;  // not checked: its placement is where it came from
@@ -65,7 +35,7 @@ SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Mem
   const auto offers = all_gather_text(to_bytes(mine), members);
   for (const int64_t group_rank : c10::irange(members.size())) {
     const int64_t rank = members.ranks()[group_rank];
-    const Offer offer = from_bytes(offers[group_rank]);
+    const Offer offer = offer_from_bytes(offers[group_rank]);
     TESSERA_CHECK(offer.error.empty(), "init_rrefs: the ranks are processes, but on rank ", rank, " ",
                   offer.error, ".");
     if (rank == members.rank()) continue;

@@ -1,6 +1,8 @@
 #include <tessera/error.h>
 #include <tessera/sharded/remote_device.h>
 
+#include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <ostream>
 
@@ -52,6 +54,11 @@ RemoteDevice::RemoteDevice(std::string_view text) {
   require(!owner.empty(), "it is empty");
   const size_t colon = owner.find(':');
   if (colon == std::string_view::npos) {
+    // Specs and shards are written with several of them in one text.
+    const bool is_name = std::all_of(owner.begin(), owner.end(), [](unsigned char letter) {
+      return std::isgraph(letter) != 0 && letter != ',';
+    });
+    require(is_name, "the name of a worker has no space, no comma and nothing but ASCII");
     worker_name_ = std::string(owner);
     return;
   }

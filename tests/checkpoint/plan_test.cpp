@@ -261,6 +261,31 @@ TEST(LoadPlan, ReadsEachNeededBlockOnce) {
   }
 }
 
+TEST(SavePlan, RefusesWhatCannotBeCounted) {
+  const std::vector<int64_t> shape{int64_t{1} << 62};
+  const LeafDescription leaf{{"w"}, true, shape, at::kByte, {{{0}, shape}}, ""};
+  Description description{{"w", leaf}};
+  EXPECT_EQ(plan_save({description, description}).writes.size(), 2u);
+  description["v"] = leaf;
+  description["v"].path = {"v"};
+  description["u"] = leaf;
+  description["u"].path = {"u"};
+  EXPECT_THAT(error_of({description, description}), HasSubstr("64 bits"));
+}
+
+TEST(Messages, NameWhatThereIs) {
+  const Description description{{"w", {{"w"}, true, {2}, at::kByte, {{{0}, {2}}}, ""}}};
+  const std::string good = to_bytes(description);
+  for (size_t i = 0; i < good.size(); ++i) EXPECT_ANY_THROW(description_from_bytes(good.substr(0, i))) << i;
+  EXPECT_ANY_THROW(description_from_bytes(good + "x"));
+  Description wrong = description;
+  wrong["w"].dtype = static_cast<c10::ScalarType>(100);
+  EXPECT_ANY_THROW(description_from_bytes(to_bytes(wrong)));
+  Catalog catalog;
+  catalog.format = static_cast<Format>(7);
+  EXPECT_ANY_THROW(catalog_from_bytes(to_bytes(catalog)));
+}
+
 TEST(LoadPlan, DealsOutWhatAllNeed) {
   TensorEntry tensor{{64 << 20}, at::kByte, {}};
   Chunk chunk;

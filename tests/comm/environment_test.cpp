@@ -82,6 +82,9 @@ TEST(Environment, SlurmNodeLists) {
   EXPECT_EQ(first_slurm_host("a,b"), "a");
   EXPECT_EQ(first_slurm_host("gpu[03-05,09],login1"), "gpu03");
   EXPECT_EQ(first_slurm_host("rack1-n[7]"), "rack1-n7");
+  EXPECT_EQ(first_slurm_host("rack[1-2,5]n[04-07]-ib,a"), "rack1n04-ib");
+  for (const char* text : {"gpu[]", "gpu[,1]", "gpu[-3]", "gpu[a-b]", "gpu[1[2]]"})
+    EXPECT_THAT(error_of([&] { first_slurm_host(text); }), HasSubstr("no number or range"));
   EXPECT_THAT(error_of([] { first_slurm_host("gpu[03"); }), HasSubstr("not closed"));
   EXPECT_THAT(error_of([] { first_slurm_host(""); }), HasSubstr("does not begin with a host"));
 }

@@ -581,7 +581,10 @@ TEST(World, RefusesGroupsThatMakeNoSense) {
               AllOf(HasSubstr("tessera::run"), HasSubstr("init_process_group")));
   EXPECT_THAT(error_of([] { World(WorldOptions{.rank = 3, .size = 2}); }),
               HasSubstr("Rank 3 is not in a world of 2"));
+  EXPECT_THAT(error_of([] { World(WorldOptions{.size = INT64_MAX}); }),
+              HasSubstr("at most 2147483647 ranks"));
   EXPECT_THAT(error_of([] { World(WorldOptions{.backend = "cpu:"}); }), HasSubstr("cpu:gloo,cuda:nccl"));
+  EXPECT_THAT(error_of([] { World(WorldOptions{.backend = "cuba:nccl"}); }), HasSubstr("cpu:gloo,cuda:nccl"));
   EXPECT_THAT(error_of([] { run(0, [] {}); }), HasSubstr("at least one rank"));
   EXPECT_THAT(error_of([] { World(WorldOptions{.backend = "threads"}).group(); }), HasSubstr("tessera::run"));
 }

@@ -273,7 +273,7 @@ TEST(MonitorNews, SurvivorsAgreeWhereToGoOn) {
   ranks.all[0].reset();
   ranks.all[3].reset();
   std::vector<std::thread> callers;
-  std::vector<Monitor::Survivors> survivors(5);
+  std::vector<Survivors> survivors(5);
   for (const int64_t rank : {1, 2, 4}) {
     callers.emplace_back([&, rank] {
       ranks.all[rank]->wait_for_failure(kPatience, {0});

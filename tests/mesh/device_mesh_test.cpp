@@ -645,6 +645,15 @@ TEST(DeviceMesh, MustFitIntoTheWorld) {
               HasSubstr("but the world has only 6"));
 }
 
+TEST(DeviceMesh, OfAFewRanksIsSmallInALargeWorld) {
+  const auto world = fake_world(0, INT32_MAX);
+  EXPECT_EQ(DeviceMesh(at::kCPU, {2}, {0, INT32_MAX - 1}, {}, world).ranks(), (Ints{0, INT32_MAX - 1}));
+  EXPECT_THAT(message_of([&] {
+                DeviceMesh(at::kCPU, {3}, {5, 0, 5}, {}, world);
+              }),
+              HasSubstr("Rank 5 is in the mesh more than once"));
+}
+
 TEST(DeviceMesh, UsesTheCurrentWorldUnlessGivenOne) {
   const auto world = fake_world(2, 4);
   const WorldScope scope(world);

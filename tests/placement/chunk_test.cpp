@@ -151,6 +151,13 @@ TEST(Pieces, CostDoesNotGrowWithElements) {
   EXPECT_EQ(length(shard(pieces, 3, 2)), chunk(huge / 2, 3, 2).size);
 }
 
+TEST(Pieces, AreNotMoreThanCanBeListed) {
+  const int64_t huge = int64_t{1} << 60;
+  EXPECT_EQ(strided_shard(unsharded(huge), kMaxSplit, 2, 0).size(), static_cast<size_t>(kMaxSplit));
+  EXPECT_THROW(strided_shard(unsharded(huge), kMaxSplit + 1, 2, 0), c10::ValueError);
+  EXPECT_THROW(strided_shard(unsharded(INT64_MAX), INT64_MAX, 2, 0), c10::ValueError);
+}
+
 TEST(Pieces, SplitMayExceedTheSize) {
   EXPECT_EQ(strided_shard(unsharded(3), int64_t{1} << 60, 2, 0), (Pieces{{0, 3}}));
   EXPECT_EQ(strided_shard(unsharded(3), int64_t{1} << 60, 2, 1), Pieces{});

@@ -242,6 +242,23 @@ TEST(Layout, RefusesArgumentsThatDoNotFit) {
   }
 }
 
+TEST(Layout, RefusesWhatCannotBeCounted) {
+  const int64_t huge = int64_t{1} << 40;
+  const auto countless = [](const auto& call) { expect_error<c10::ValueError>(call, {"can be counted"}); };
+  countless([&] { global_shape_if_even({huge}, {huge}, {Shard(0)}); });
+  countless([&] { global_shape_from_locals({}, {huge, huge}, {Replicate(), Replicate()}); });
+  countless([&] {
+    global_shape_from_locals(std::vector<DimVector>{{INT64_MAX}, {INT64_MAX}}, {2}, {Shard(0)});
+  });
+  countless([&] { local_strides({1, 1}, {huge, huge}); });
+  // All ranks agree, whatever is left for each of them to split.
+  expect_error<c10::ValueError>(
+      [&] {
+        local_pieces({huge}, {huge, 2}, {Shard(0), StridedShard(0, huge)}, {}, {0, 0});
+      },
+      {"1048576 chunks"});
+}
+
 TEST(CanonicalOrder, ContractExamples) {
   const Placements placements = {Shard(0), Shard(1), Shard(0)};
   EXPECT_EQ(canonical_order({1, 2, 0}, placements), (ShardOrder{2, 1, 0}));

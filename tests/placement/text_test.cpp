@@ -201,6 +201,7 @@ TEST(Parse, BadLayoutsAreMarked) {
       {"[R] on mesh(=2)", 12, "a mesh dim name"},
       {"[R, R] on mesh(dp=2, 2)", 21, "names for all mesh dims or for none"},
       {"[R, R] on mesh(2, tp=2)", 18, "names for all mesh dims or for none"},
+      {"[R, R] on mesh(dp=2, dp=2)", 21, "another name for each mesh dim"},
       {"[R] on mesh(2, 2)", 0, "one placement for each of the 2 mesh dims, not 1"},
       {"[R] order () on mesh(2)", 4, "an order that names each mesh dim exactly once"},
       {"[R, R] order (0, 0) on mesh(2, 2)", 7, "an order that names each mesh dim exactly once"},

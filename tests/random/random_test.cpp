@@ -476,7 +476,7 @@ TEST(Generator, States) {
   const State large{~uint64_t{0}, ~uint64_t{0} - 1, ~uint64_t{0} - 2};
   EXPECT_EQ(State::parse(large.str()), large);
   for (const char* text : {"", "seed", "seed 5", "seed x stream 0 call 1", "seed 5 stream 0 call 1 more",
-                           "seed -1 stream 0 call 0"})
+                           "seed 5 stream 0 call 1nothing more", "seed -1 stream 0 call 0"})
     expect_error<c10::ValueError>([&] { State::parse(text); }, {"state of a random generator"});
   // A copy is the same generator; a fork is another one, and the same for the same id.
   Generator copy = generator;

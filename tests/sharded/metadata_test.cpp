@@ -43,13 +43,18 @@ TEST(RemoteDevice, ReadsItsForms) {
 }
 
 TEST(RemoteDevice, RefusesTheRest) {
-  for (const char* text :
-       {"", "/cpu", "rank:0/", "rank:0/nothing:1", "rank:/cpu", "rank:-1/cpu", "rank:x/cpu", "rank:1:2/cpu",
-        "trainer:0/cpu", "a/b/cpu", "rank:99999999999999999999/cpu"}) {
+  for (const char* text : {"", "/cpu", "rank:0/", "rank:0/nothing:1", "rank:/cpu", "rank:-1/cpu",
+                           "rank:x/cpu", "rank:1:2/cpu", "trainer:0/cpu", "a/b/cpu",
+                           "rank:99999999999999999999/cpu", "two words", "a, b/cpu", "a,b", "line\n/cpu"}) {
     SCOPED_TRACE(text);
     expect_error<c10::ValueError>([&] { RemoteDevice device{std::string(text)}; }, {"Known forms"});
   }
   expect_error<c10::ValueError>([] { RemoteDevice(-1, at::kCPU); }, {"-1"});
+}
+
+TEST(ShardedTensorMetadata, OfNegativeSizeHasNoCount) {
+  expect_error<c10::ValueError>(
+      [] { static_cast<void>(ShardedTensorMetadata::parse("[-5, 3] f32:").numel()); }, {"-5, 3"});
 }
 
 TEST(RemoteDevice, IsAValue) {

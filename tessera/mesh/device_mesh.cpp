@@ -88,6 +88,9 @@ int64_t product(at::IntArrayRef sizes) {
   return static_cast<int64_t>(result);
 }
 
+/// In a larger world, init_device_mesh makes no group to compare meshes by.
+constexpr int64_t kComparedRanks = 1024;
+
 std::shared_ptr<World> or_current(std::shared_ptr<World> world) { return world ? world : current_world(); }
 
 /// `ranks` in row-major order of `shape`, or nothing for 0, 1, ...
@@ -631,9 +634,9 @@ std::string DeviceMesh::str() const { return state_->text(); }
 DeviceMesh init_device_mesh(at::DeviceType device, at::IntArrayRef shape, DeviceMesh::Names names,
                             std::shared_ptr<World> world) {
   world = or_current(std::move(world));
-  // Ranks compare by tensors on the CPU where these can be carried. A world without transport may be of any size.
+  // Ranks compare by tensors on the CPU where these can be carried, unless a group of all of them costs too much.
   const auto by = world->backend(at::kCPU) == "nccl" ? device : at::kCPU;
-  const bool compares = world->size() > 1 && world->backend(by) != "fake";
+  const bool compares = world->size() > 1 && world->size() <= kComparedRanks && world->backend(by) != "fake";
   std::shared_ptr<Root> root;
   comm::agree("init_device_mesh", compares ? world->group(by) : Group(), [&] {
     root = make_root(device, shape, std::nullopt, names, world);

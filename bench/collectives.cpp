@@ -1,6 +1,7 @@
 // Collectives from 4 B to 64 MB: ranks as threads against gloo processes and against memcpy of the same
 // bytes, measured in one run.
 
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 
@@ -24,7 +25,10 @@ namespace {
 using namespace tessera;
 using Clock = std::chrono::steady_clock;
 
-const std::vector<std::string> kOperations{"all_reduce", "all_gather", "reduce_scatter", "all_to_all"};
+/// The last one is an all_to_all of ranks that compare what they were asked for: what gather and reshard of sharded tensors
+/// do.
+const std::vector<std::string> kOperations{"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                           "compared"};
 const std::vector<int64_t> kSizes{4, 64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 16 << 20, 64 << 20};
 
 /// Seconds a call takes: the median of several batches.
@@ -58,6 +62,11 @@ double measure(const std::string& operation, int64_t bytes, int64_t batch, int b
         if (operation == "reduce_scatter")
           comm::reduce_scatter_from(piece, whole, c10d::ReduceOp::MAX, group).wait();
         if (operation == "all_to_all") comm::all_to_all(out, in, group).wait();
+        if (operation == "compared") {
+          const comm::Agreement agreement(
+              "reshard", group, [&] { return c10::str(whole.scalar_type(), whole.sizes(), " to rank ", 0); });
+          comm::all_to_all(out, in, group).wait();
+        }
       },
       batch, batches);
 }

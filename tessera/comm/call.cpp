@@ -1,6 +1,7 @@
 #include <tessera/comm/call.h>
 #include <tessera/error.h>
 
+#include <algorithm>
 #include <numeric>
 #include <sstream>
 
@@ -78,6 +79,7 @@ std::string describe(const CollectiveCall& call) {
   }
   if (call.tensors.size() > kShown) item(c10::str(call.tensors.size() - kShown, " more"));
   out << ')';
+  if (call.within) out << " in " << *call.within;
   return out.str();
 }
 
@@ -98,6 +100,7 @@ class Planner {
   void run() {
     plan_.clear();
     const CollectiveCall& first = calls_[0];
+    compare_asked();
     plan_.op = first.op;
     plan_.factor = first.factor;
     for (size_t r = 1; r < n_; ++r) compare(0, r);
@@ -130,6 +133,20 @@ class Planner {
                  members_[a], " called ", describe(calls_[a]), "\n  rank ", members_[b], " called ",
                  describe(calls_[b]), "\nAll ranks of a group must make the same calls in the same order."),
         /*backtrace=*/nullptr);
+  }
+
+  void compare_asked() const {
+    const auto fits = [&](const CollectiveCall& call) {
+      return call.asked.kind == ErrorKind::none && call.asked.call == calls_[0].asked.call;
+    };
+    if (std::all_of(calls_.begin(), calls_.end(), fits)) [[likely]]
+      return;
+    std::vector<Asked> asked;
+    for (const CollectiveCall& call : calls_) {
+      asked.push_back(call.asked);
+      if (asked.back().call.empty()) asked.back().call = describe(call);
+    }
+    check_asked_alike(asked, members_);
   }
 
   void compare(size_t a, size_t b) const {

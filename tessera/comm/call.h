@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/comm/asked.h>
 #include <tessera/export.h>
 
 #include <cstddef>
@@ -68,9 +69,13 @@ struct CollectiveCall {
   c10::SmallVector<at::Tensor, 2> tensors;
   /// The description of a call whose tensors are not here (the call of another process).
   std::string text;
+  /// What the user called, if all ranks must have called it alike. One that refuses makes a barrier.
+  Asked asked;
+  /// The operator that the call is made for, if it is: "aten::mm".
+  const std::string* within = nullptr;
 };
 
-/// "all_reduce(sum, float[3, 4])": for errors.
+/// "all_reduce(sum, Float[3, 4]) in aten::mm": for errors.
 std::string describe(const CollectiveCall& call);
 
 /// Every target becomes the reduction of the sources, in their order, element by element; with one source: a
@@ -92,7 +97,7 @@ struct CollectivePlan {
 };
 
 /// Makes `result` the plan that carries out the calls of all ranks of a group; calls[i] is member i's.
-/// Throws if they do not match: another collective, dtype, shape, root or reduction, or a part whose sender
+/// Throws if ranks asked for different things, one refuses, or they do not match: another collective, dtype, shape, root or reduction, or a part whose sender
 /// and receiver disagree on its size. The error shows both sides, and names member i by its world rank
 /// `members[i]`.
 void make_plan(std::span<const CollectiveCall> calls, std::span<const int64_t> members,

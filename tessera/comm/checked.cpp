@@ -1,14 +1,17 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/call_backend.h>
+#include <tessera/comm/called.h>
 #include <tessera/comm/checked.h>
 #include <tessera/comm/waits.h>
+#include <tessera/comm/within.h>
 #include <tessera/error.h>
 
+#include <algorithm>
 #include <bit>
-#include <cstring>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/from_blob.h>
 
 namespace tessera {
 
@@ -18,7 +21,7 @@ using comm::CollectiveCall;
 
 namespace {
 
-/// A call as numbers, without the data: fixed fields, then the buffers, then the text a byte each.
+/// A call as numbers, without the data: fixed fields, then the buffers, then the texts, a letter in each.
 std::vector<int64_t> encode(const CollectiveCall& call) {
   const std::string text = describe(call);
   std::vector<int64_t> words{static_cast<int64_t>(call.kind),
@@ -28,14 +31,18 @@ std::vector<int64_t> encode(const CollectiveCall& call) {
                              std::bit_cast<int64_t>(call.factor),
                              static_cast<int64_t>(call.in.size()),
                              static_cast<int64_t>(call.out.size()),
-                             static_cast<int64_t>(text.size())};
+                             static_cast<int64_t>(call.asked.kind),
+                             static_cast<int64_t>(text.size()),
+                             static_cast<int64_t>(call.asked.call.size()),
+                             static_cast<int64_t>(call.asked.refusal.size())};
   for (const auto* buffers : {&call.in, &call.out}) {
     for (const Buffer& buffer : *buffers) {
       words.insert(words.end(), {buffer.elements, static_cast<int64_t>(buffer.dtype),
                                  std::bit_cast<int64_t>(buffer.shape)});
     }
   }
-  words.insert(words.end(), text.begin(), text.end());
+  for (const std::string* each : {&text, &call.asked.call, &call.asked.refusal})
+    words.insert(words.end(), each->begin(), each->end());
   return words;
 }
 
@@ -48,7 +55,10 @@ CollectiveCall decode(const int64_t* words) {
   call.factor = std::bit_cast<double>(*words++);
   call.in.resize(*words++);
   call.out.resize(*words++);
+  call.asked.kind = static_cast<comm::ErrorKind>(*words++);
   call.text.resize(*words++);
+  call.asked.call.resize(*words++);
+  call.asked.refusal.resize(*words++);
   for (auto* buffers : {&call.in, &call.out}) {
     for (Buffer& buffer : *buffers) {
       buffer.elements = *words++;
@@ -56,7 +66,9 @@ CollectiveCall decode(const int64_t* words) {
       buffer.shape = std::bit_cast<uint64_t>(*words++);
     }
   }
-  for (char& letter : call.text) letter = static_cast<char>(*words++);
+  for (std::string* text : {&call.text, &call.asked.call, &call.asked.refusal}) {
+    for (char& letter : *text) letter = static_cast<char>(*words++);
+  }
   return call;
 }
 
@@ -85,29 +97,54 @@ class CheckedBackend final : public CallBackend {
  private:
   Work submit(comm::CallBuilder& builder, c10d::OpType /*type*/, Tensors /*results*/,
               std::chrono::milliseconds /*timeout*/, Forward forward) override {
-    const std::vector<int64_t> words = encode(builder.build());
-    const at::Tensor lengths = gather(at::full({1}, static_cast<int64_t>(words.size()), at::kLong));
-    const int64_t longest = lengths.max().item<int64_t>();
-    at::Tensor mine = at::zeros({longest}, at::kLong);
-    std::memcpy(mine.data_ptr(), words.data(), words.size() * sizeof(int64_t));
-    const at::Tensor all = gather(mine);
-    std::vector<CollectiveCall> all_calls;
-    for (int rank = 0; rank < getSize(); ++rank)
-      all_calls.push_back(decode(all.const_data_ptr<int64_t>() + rank * longest));
-    comm::make_plan(all_calls, ranks_, plan_);
+    const auto* called = comm::CalledBase::outermost();
+    CollectiveCall call = called ? called->call() : builder.build();
+    call.asked = comm::Agreement::asked(*this);
+    call.within = comm::Within::current();
+    try {
+      compare(call);
+    } catch (...) {
+      comm::Agreement::count_shared_error();
+      throw;
+    }
     return forward(*inner_);
   }
   comm::CallBuilder::Content content() const override { return comm::CallBuilder::Content::sizes; }
 
-  at::Tensor gather(const at::Tensor& mine) {
-    at::Tensor input = mine.to(options_.device());
-    at::Tensor output = at::empty({getSize() * mine.numel()}, options_);
+  /// Throws on all ranks unless their calls match.
+  void compare(const CollectiveCall& call) {
+    std::vector<int64_t> words = encode(call);
+    words.insert(words.begin(), static_cast<int64_t>(words.size()) + 1);
+    words.resize(std::max(words.size(), kFirstWords));
+    std::vector<int64_t> all = gather(words, kFirstWords);
+    size_t longest = kFirstWords;
+    for (size_t i = 0; i < all.size(); i += kFirstWords)
+      longest = std::max(longest, static_cast<size_t>(all[i]));
+    if (longest > kFirstWords) {
+      words.resize(longest);
+      all = gather(words, longest);
+    }
+    std::vector<CollectiveCall> all_calls;
+    for (int rank = 0; rank < getSize(); ++rank) all_calls.push_back(decode(&all[rank * longest + 1]));
+    comm::make_plan(all_calls, ranks_, plan_);
+  }
+
+  /// Most calls fit into as many words, and need one all-gather.
+  static constexpr size_t kFirstWords = 256;
+
+  /// The first `count` words of each rank, one after the other.
+  std::vector<int64_t> gather(std::vector<int64_t>& words, size_t count) {
+    at::Tensor input =
+        at::from_blob(words.data(), {static_cast<int64_t>(count)}, at::kLong).to(options_.device());
+    at::Tensor output = at::empty({getSize() * input.numel()}, options_);
     const Blocking blocking;
     const Wait wait(ranks_[getRank()], [this] {
       return c10::str("to compare its next collective with those of ranks ", c10::IntArrayRef(ranks_));
     });
     inner_->_allgather_base(output, input)->wait();
-    return output.cpu();
+    output = output.cpu();
+    const auto* data = output.const_data_ptr<int64_t>();
+    return {data, data + output.numel()};
   }
 
   const c10::intrusive_ptr<c10d::Backend> inner_;

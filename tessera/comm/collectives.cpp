@@ -1,4 +1,6 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/blocking.h>
+#include <tessera/comm/called.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
@@ -96,9 +98,26 @@ void reduce_locally(const at::Tensor& target, const Tensors& parts, const Reduce
   if (!dense.is_same(target)) target.copy_(dense);
 }
 
+void exchange_agreed(const Agreement& agreement, const Tensors& outputs, const Tensors& inputs) {
+  const std::vector<Landing> landings(outputs.begin(), outputs.end());
+  Tensors in, out;
+  for (const at::Tensor& input : inputs) in.push_back(bytes_of(input));
+  for (const Landing& landing : landings) out.push_back(landing.bytes());
+  agreement.exchange(out, in);
+  for (const Landing& landing : landings) landing.finish();
+}
+
 /// On a transport: each rank sends inputs[r] to rank r; sizes may differ and be zero.
 Pending exchange(const Tensors& outputs, const Tensors& inputs, const Group& group, const Backend& backend,
                  std::function<void()> finish = {}) {
+  if (const Agreement* agreement = Agreement::open(group)) {
+    if (agreement->can_exchange(inputs[0])) {
+      exchange_agreed(*agreement, outputs, inputs);
+      if (finish) finish();
+      return Pending(group, {});
+    }
+    agreement->settle_before_data();
+  }
   auto flat = [](const Tensors& tensors, std::vector<int64_t>& sizes) {
     int64_t total = 0;
     for (const at::Tensor& tensor : tensors) {
@@ -177,6 +196,8 @@ class Observed {
   const Scope scope_{Scope::current() ? Scope::current() : this};
 };
 
+CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Content::sizes); }
+
 bool is_transport(const Group& group) {
   return group && group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM;
 }
@@ -185,7 +206,7 @@ bool is_transport(const Group& group) {
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
     : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {
-  if (!is_transport(group_)) return;
+  if (!work_ || !is_transport(group_)) return;
   auto maker = ProcessRank::maker_of(group_);
   rank_ = std::move(maker.rank);
   members_ = std::move(maker.members);
@@ -249,6 +270,7 @@ void Pending::wait() {
           });
     wait_for_work(*work);
   } catch (const std::exception&) {
+    Agreement::count_shared_error();
     if (!rank_) throw;
     rank_->rethrow(std::current_exception(), call_, members_);
   }
@@ -261,6 +283,7 @@ void Pending::wait() {
 
 Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& group) {
   const Observed observed("all_reduce", tensor, tensor, group);
+  const Called called([&] { return sizes_in(Collective::all_reduce).reduction(op).in_out(tensor).build(); });
   const auto backend = backend_of(group, tensor);
   Tensors tensors{tensor};
   c10d::AllreduceOptions options;
@@ -291,6 +314,7 @@ Pending all_reduce(const at::Tensor& tensor, const ReduceOp& op, const Group& gr
 
 Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group& group) {
   const Observed observed("all_gather", input, outputs, group);
+  const Called called([&] { return sizes_in(Collective::all_gather).in(input).out(outputs).build(); });
   const auto backend = backend_of(group, input);
   check_size(outputs, group, "all_gather");
   std::vector<Tensors> lists{outputs};
@@ -311,6 +335,8 @@ Pending all_gather(const Tensors& outputs, const at::Tensor& input, const Group&
 
 Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const Group& group) {
   const Observed observed("all_gather", input, output, group);
+  const Called called(
+      [&] { return sizes_in(Collective::all_gather).joined().in(input).out(output).build(); });
   const auto backend = backend_of(group, input);
   at::Tensor out = output, in = input;
   if (takes_all(backend)) return Pending(group, backend->_allgather_base(out, in));
@@ -330,6 +356,8 @@ Pending all_gather_into(const at::Tensor& output, const at::Tensor& input, const
 Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ReduceOp& op,
                        const Group& group) {
   const Observed observed("reduce_scatter", inputs, output, group);
+  const Called called(
+      [&] { return sizes_in(Collective::reduce_scatter).reduction(op).in(inputs).out(output).build(); });
   const auto backend = backend_of(group, output);
   check_size(inputs, group, "reduce_scatter");
   c10d::ReduceScatterOptions options;
@@ -355,6 +383,9 @@ Pending reduce_scatter(const at::Tensor& output, const Tensors& inputs, const Re
 Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
                             const Group& group) {
   const Observed observed("reduce_scatter", input, output, group);
+  const Called called([&] {
+    return sizes_in(Collective::reduce_scatter).reduction(op).joined().in(input).out(output).build();
+  });
   const auto backend = backend_of(group, output);
   at::Tensor out = output, in = input;
   c10d::ReduceScatterOptions options;
@@ -377,6 +408,7 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
 
 Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& group) {
   const Observed observed("all_to_all", inputs, outputs, group);
+  const Called called([&] { return sizes_in(Collective::all_to_all).in(inputs).out(outputs).build(); });
   check_size(outputs, group, "all_to_all");
   check_size(inputs, group, "all_to_all");
   const auto backend = backend_of(group, inputs[0]);
@@ -388,6 +420,7 @@ Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& g
 
 Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
   const Observed observed("broadcast", tensor, tensor, group);
+  const Called called([&] { return sizes_in(Collective::broadcast).root(root).in_out(tensor).build(); });
   const auto backend = backend_of(group, tensor);
   c10d::BroadcastOptions options;
   options.rootRank = root;
@@ -403,6 +436,8 @@ Pending broadcast(const at::Tensor& tensor, int64_t root, const Group& group) {
 
 Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const Group& group) {
   const Observed observed("reduce", tensor, tensor, group);
+  const Called called(
+      [&] { return sizes_in(Collective::reduce).root(root).reduction(op).in_out(tensor).build(); });
   const auto backend = backend_of(group, tensor);
   if (takes_all(backend)) {
     c10d::ReduceOptions options;
@@ -427,6 +462,7 @@ Pending reduce(const at::Tensor& tensor, const ReduceOp& op, int64_t root, const
 
 Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, const Group& group) {
   const Observed observed("gather", input, outputs, group);
+  const Called called([&] { return sizes_in(Collective::gather).root(root).in(input).out(outputs).build(); });
   const auto backend = backend_of(group, input);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(outputs, group, "gather");
@@ -446,6 +482,8 @@ Pending gather(const Tensors& outputs, const at::Tensor& input, int64_t root, co
 
 Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, const Group& group) {
   const Observed observed("scatter", inputs, output, group);
+  const Called called(
+      [&] { return sizes_in(Collective::scatter).root(root).in(inputs).out(output).build(); });
   const auto backend = backend_of(group, output);
   const bool is_root = group->getRank() == root;
   if (is_root) check_size(inputs, group, "scatter");
@@ -466,6 +504,7 @@ Pending scatter(const at::Tensor& output, const Tensors& inputs, int64_t root, c
 
 Pending barrier(const Group& group) {
   const Observed observed("barrier", Tensors(), Tensors(), group);
+  const Called called([&] { return sizes_in(Collective::barrier).build(); });
   TESSERA_CHECK_VALUE(group, "barrier: was called on no group.");
   return Pending(group, group->getDefaultBackend()->barrier());
 }

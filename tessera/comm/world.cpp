@@ -78,7 +78,11 @@ void check_members(c10::IntArrayRef ranks, int64_t rank, int64_t size) {
 
 bool environment_asks_for_checks() {
   const char* value = std::getenv("TESSERA_CHECK_COLLECTIVES");
+#ifdef NDEBUG
   return value && std::string(value) == "1";
+#else
+  return !value || std::string(value) != "0";
+#endif
 }
 
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;

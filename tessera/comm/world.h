@@ -52,7 +52,7 @@ struct WorldOptions {
 
   /// Compare what the ranks call before each collective and report a mismatch on all of them. Costs one
   /// small all-gather a call. Ranks that are threads are always compared, for free.
-  /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment.
+  /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment, and in debug builds unless that is 0.
   bool check_collectives = false;
 
   /// Called before the world makes a group: returns an existing group of exactly these ranks, for tensors on

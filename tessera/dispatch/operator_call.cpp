@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/within.h>
 #include <tessera/comm/world.h>
 #include <tessera/dispatch/arguments.h>
 #include <tessera/dispatch/guards.h>
@@ -82,6 +83,7 @@ class OperatorCall {
 
   /// After the pass over the arguments.
   void run_collected() {
+    const comm::Within within(OuterOperator::current() ? OuterOperator::current() : &info_.name);
     find_plan();
     const rules::ChosenStrategy& strategy = plan_->strategy;
     if (plan_->is_special) [[unlikely]] {

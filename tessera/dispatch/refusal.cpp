@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/shared_error.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/refusal.h>
 #include <tessera/error.h>
@@ -163,30 +164,6 @@ int64_t smallest_share(const Spec& spec) {
   }
 }
 
-/// Kinds of errors, which ranks exchange as integers.
-enum Kind : int64_t { kNone, kError, kValueError, kIndexError, kNotImplementedError };
-
-Kind kind_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::NotImplementedError&) {
-    return kNotImplementedError;
-  } catch (const c10::IndexError&) {
-    return kIndexError;
-  } catch (const c10::ValueError&) {
-    return kValueError;
-  } catch (...) {
-    return kError;
-  }
-}
-
-[[noreturn]] void throw_error(Kind kind, const std::string& message) {
-  TESSERA_CHECK_AS(c10::NotImplementedError, kind != kNotImplementedError, message);
-  TESSERA_CHECK_INDEX(kind != kIndexError, message);
-  TESSERA_CHECK_VALUE(kind != kValueError, message);
-  TESSERA_CHECK(false, message);
-}
-
 }  // namespace
 
 bool may_refuse_shapes(const c10::OperatorHandle& op, const Stack& arguments) {
@@ -246,11 +223,13 @@ void compute_or_refuse_together(const std::string& op, const DeviceMesh& mesh,
   } catch (...) {
     error = std::current_exception();
   }
-  const at::Tensor kind = at::full({1}, error ? kind_of(error) : kNone, at::kLong);
+  const auto mine = error ? comm::kind_of(error) : comm::ErrorKind::none;
+  const at::Tensor kind = at::full({1}, static_cast<int64_t>(mine), at::kLong);
   comm::all_reduce(kind, c10d::ReduceOp::MAX, mesh.get_joint_group()).wait();
   if (error) std::rethrow_exception(error);
-  const auto found = static_cast<Kind>(kind.item<int64_t>());
-  if (found != kNone) throw_error(found, op + ": another rank refuses its local values.");
+  const auto found = static_cast<comm::ErrorKind>(kind.item<int64_t>());
+  if (found != comm::ErrorKind::none)
+    comm::throw_error(found, op + ": another rank refuses its local values.");
 }
 
 }  // namespace tessera

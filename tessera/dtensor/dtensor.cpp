@@ -1,4 +1,6 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/within.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/dtensor/gradient.h>
@@ -173,35 +175,30 @@ void check_linear(const Spec& spec, std::string_view what) {
   }
 }
 
-/// Finds the global shape from the local tensors, and checks that it fits together on all of them.
+constexpr int64_t kMaxDims = 24;  // of what from_local checks
+
+/// Finds the global shape from the local tensors, and checks that it fits together on all of them. All have the same
+/// number of dims and dtype.
 std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mesh,
                                   const Placements& placements) {
-  constexpr int64_t kMaxDims = 24;
-  TESSERA_CHECK_VALUE(local.dim() <= kMaxDims, "from_local: a tensor of ", local.dim(), " dims is too much.");
-  at::Tensor mine = at::zeros({2 + kMaxDims}, at::kLong);
-  mine[0] = local.dim();
-  mine[1] = static_cast<int64_t>(local.scalar_type());
-  for (const int64_t dim : c10::irange(local.dim())) mine[2 + dim] = local.size(dim);
-  const Group group = mesh.get_joint_group();
-  at::Tensor all = new_memory({mesh.size(), 2 + kMaxDims}, at::kLong);
-  const at::Device device = mesh.device_type();
-  mine = mine.to(device);
-  at::Tensor gathered = all.to(device);
-  comm::all_gather_into(gathered, mine, group).wait();
-  all = gathered.cpu();
-  const int64_t* row = all.const_data_ptr<int64_t>();
+  at::Tensor mine = at::zeros({kMaxDims}, at::kLong);
+  for (const int64_t dim : c10::irange(local.dim())) mine[dim] = local.size(dim);
+  mine = mine.to(mesh.device_type());
+  comm::Tensors all;
+  for (int64_t i = 0; i < mesh.size(); ++i) all.push_back(at::empty_like(mine));
+  comm::all_to_all(all, comm::Tensors(all.size(), mine), mesh.get_joint_group()).wait();
   std::vector<c10::DimVector> shapes;
-  for (const int64_t rank : c10::irange(mesh.size())) {
-    const int64_t* words = row + rank * (2 + kMaxDims);
-    TESSERA_CHECK_VALUE(words[0] == row[0] && words[1] == row[1], "from_local: rank ", mesh.ranks()[rank],
-                        " has a local tensor of ", words[0], " dims and dtype ",
-                        static_cast<at::ScalarType>(words[1]), ", but rank ", mesh.ranks()[0], " one of ",
-                        row[0], " dims and dtype ", static_cast<at::ScalarType>(row[1]), ".");
-    shapes.emplace_back(words + 2, words + 2 + words[0]);
+  for (const at::Tensor& each : all) {
+    const at::Tensor sizes = each.cpu();
+    const auto* words = sizes.const_data_ptr<int64_t>();
+    shapes.emplace_back(words, words + local.dim());
   }
   const auto shape = global_shape_from_locals(shapes, mesh.shape(), placements);
   return {shape.begin(), shape.end()};
 }
+
+/// Of all ranks of the mesh; null outside of it.
+Group group_of(const DeviceMesh& mesh) { return mesh.is_member() ? mesh.get_joint_group() : Group(); }
 
 at::TensorOptions on_mesh(at::TensorOptions options, const DeviceMesh& mesh) {
   return options.has_device() ? options : options.device(mesh.device_type());
@@ -273,16 +270,30 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
 
 DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,
                             const FromLocalOptions& options) {
-  TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
-                      "from_local: needs a plain tensor, but this one is ",
-                      local.defined() ? "distributed already; use redistribute." : "undefined.");
-  if (is_dual(local))
+  if (local.defined() && !is_dtensor(local) && is_dual(local))
     return DTensor(
         of_dual(local, [&](const at::Tensor& t) { return from_local(t, mesh, placements, options); }));
-  TESSERA_CHECK_VALUE(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: got ",
-                      placements.size(), " placements ", c10::ArrayRef<Placement>(placements), " for ", mesh,
-                      ", which has ", mesh.ndim(), " dims.");
-  placements = normalize(placements, local.dim());
+  // Without run_check, nothing is exchanged, and so nothing compared.
+  const comm::Agreement agreement("from_local", options.run_check ? group_of(mesh) : Group(), [&] {
+    TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
+                        "from_local: needs a plain tensor, but this one is ",
+                        local.defined() ? "distributed already; use redistribute." : "undefined.");
+    TESSERA_CHECK_VALUE(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: got ",
+                        placements.size(), " placements ", c10::ArrayRef<Placement>(placements), " for ",
+                        mesh, ", which has ", mesh.ndim(), " dims.");
+    TESSERA_CHECK_VALUE(!options.run_check || local.dim() <= kMaxDims, "from_local: a tensor of ",
+                        local.dim(), " dims is too much.");
+    placements = normalize(placements, local.dim());
+    if (!options.run_check) return std::string();
+    if (options.shape && mesh.is_member())
+      check_local(local, Spec(mesh, placements, *options.shape, std::nullopt, local.scalar_type()),
+                  "from_local");
+    const auto given = [](const char* what, const std::optional<std::vector<int64_t>>& sizes) {
+      return sizes ? c10::str(", ", what, " ", c10::IntArrayRef(*sizes)) : "";
+    };
+    return c10::str(local.scalar_type(), " of ", local.dim(), " dims, ", c10::ArrayRef<Placement>(placements),
+                    ", ", mesh, given("shape", options.shape), given("strides", options.strides));
+  });
   std::vector<int64_t> shape;
   if (options.shape) {
     shape = *options.shape;
@@ -292,6 +303,7 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
     const auto even = global_shape_if_even(local.sizes(), mesh.shape(), placements);
     shape.assign(even.begin(), even.end());
   }
+  agreement.settle();
   c10::OptionalIntArrayRef strides;
   if (options.strides) strides = *options.strides;
   const Spec spec(mesh, placements, shape, strides, local.scalar_type());
@@ -332,6 +344,8 @@ DTensor DTensor::redistribute(Placements placements, const RedistributeOptions& 
     return DTensor(
         of_dual(*this, [&](const at::Tensor& t) { return DTensor(t).redistribute(placements, options); }));
   }
+  static const std::string name = "redistribute";
+  const comm::Within within(&name);
   auto memory = remember(target);
   memory->options = options;
   return DTensor(Redistribute::apply(static_cast<const at::Tensor&>(*this), std::move(memory)));
@@ -393,12 +407,21 @@ std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
 
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements,
                           std::optional<int64_t> source) {
-  TESSERA_CHECK_VALUE(tensor.defined() && !DTensor::is_dtensor(tensor),
-                      "distribute_tensor: needs a plain tensor, but this one is ",
-                      tensor.defined() ? "distributed already; use redistribute." : "undefined.");
   const at::NoGradGuard no_grad;
-  const at::Tensor global = tensor.detach().to(mesh.device_type());
-  const Spec target(mesh, placements, global.sizes(), std::nullopt, global.scalar_type());
+  at::Tensor global;
+  Spec target;
+  // Without a source, nothing is exchanged, and so nothing compared.
+  const comm::Agreement agreement("distribute_tensor", source ? group_of(mesh) : Group(), [&] {
+    TESSERA_CHECK_VALUE(tensor.defined() && !DTensor::is_dtensor(tensor),
+                        "distribute_tensor: needs a plain tensor, but this one is ",
+                        tensor.defined() ? "distributed already; use redistribute." : "undefined.");
+    TESSERA_CHECK_INDEX(!source || (*source >= 0 && *source < mesh.size()),
+                        "distribute_tensor: there is no rank ", *source, " in ", mesh, ".");
+    global = tensor.detach().to(mesh.device_type());
+    target = Spec(mesh, placements, global.sizes(), std::nullopt, global.scalar_type());
+    if (!source || mesh.size() == 1) return std::string();
+    return c10::str(target, tensor.requires_grad() ? " requires_grad, source " : ", source ", *source);
+  });
   const Spec placed = target.with_placements(with_partials_replicated(target.placements()));
   at::Tensor local;
   if (!mesh.is_member()) {
@@ -407,8 +430,6 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
     local = select_pieces(global, placed.local_pieces()).contiguous();
     if (local.is_alias_of(global)) local = local.clone();
   } else {
-    TESSERA_CHECK_INDEX(*source >= 0 && *source < mesh.size(), "distribute_tensor: there is no rank ",
-                        *source, " in ", mesh, ".");
     const Group group = mesh.get_joint_group();
     local = new_memory(placed.local_shape(), global.options());
     std::vector<at::Tensor> locals;

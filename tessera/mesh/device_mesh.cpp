@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/error.h>
 #include <tessera/mesh/axis.h>
 #include <tessera/mesh/device_mesh.h>
@@ -86,6 +87,9 @@ int64_t product(at::IntArrayRef sizes) {
   if (c10::safe_multiplies_u64(sizes, &result) || result > static_cast<uint64_t>(largest)) return largest;
   return static_cast<int64_t>(result);
 }
+
+/// In a larger world, init_device_mesh makes no group to compare meshes by.
+constexpr int64_t kComparedRanks = 1024;
 
 std::shared_ptr<World> or_current(std::shared_ptr<World> world) { return world ? world : current_world(); }
 
@@ -632,8 +636,17 @@ std::string DeviceMesh::str() const { return state_->text(); }
 
 DeviceMesh init_device_mesh(at::DeviceType device, at::IntArrayRef shape, DeviceMesh::Names names,
                             std::shared_ptr<World> world) {
-  return DeviceMesh(std::make_shared<DeviceMesh::State>(
-      make_root(device, shape, std::nullopt, std::move(names), std::move(world))));
+  world = or_current(std::move(world));
+  // Ranks compare by tensors on the CPU where these can be carried, unless a group of all of them costs too much.
+  const auto by = world->backend(at::kCPU) == "nccl" ? device : at::kCPU;
+  const bool compares = world->size() > 1 && world->size() <= kComparedRanks && world->backend(by) != "fake";
+  std::shared_ptr<Root> root;
+  comm::agree("init_device_mesh", compares ? world->group(by) : Group(), [&] {
+    root = make_root(device, shape, std::nullopt, names, world);
+    return c10::str(c10::DeviceTypeName(device, /*lower_case=*/true), ", ", shape,
+                    names.empty() ? "" : ", " + quote(names));
+  });
+  return DeviceMesh(std::make_shared<DeviceMesh::State>(std::move(root)));
 }
 
 DeviceMesh current_mesh() {

@@ -160,7 +160,8 @@ class TESSERA_API DeviceMesh {
 };
 
 /// A mesh over ranks 0, 1, ... of the world (the current one by default), row-major. Its size must not exceed
-/// the world's; ranks beyond it are outside the mesh.
+/// the world's; ranks beyond it are outside the mesh. Collective in worlds of up to 1024 ranks, which must all ask for
+/// the same. (Constructors of DeviceMesh are not: ranks that make different meshes notice it when they use them.)
 TESSERA_API DeviceMesh init_device_mesh(at::DeviceType device, at::IntArrayRef shape,
                                         DeviceMesh::Names names = {}, std::shared_ptr<World> world = nullptr);
 

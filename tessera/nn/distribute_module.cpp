@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
 #include <tessera/nn/distribute_module.h>
@@ -17,14 +18,21 @@ std::string words(const char* kind, const std::string& name, const torch::nn::Mo
                   module.name(), ")");
 }
 
+/// Of all ranks of the mesh; null outside of it.
+Group joint_group_of(const DeviceMesh& mesh) { return mesh.is_member() ? mesh.get_joint_group() : Group(); }
+
+void check_mesh(const DTensor& known, const DeviceMesh& mesh, const std::string& what) {
+  TESSERA_CHECK_VALUE(known.device_mesh() == mesh, "distribute_parameter: ", what,
+                      " is distributed already, on ", known.device_mesh(), " of ranks ",
+                      c10::IntArrayRef(known.device_mesh().ranks()), ", and cannot be distributed on ", mesh,
+                      " of ranks ", c10::IntArrayRef(mesh.ranks()), ".");
+}
+
 void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& placements,
                 std::optional<int64_t> source, Tree& tree, bool is_parameter, const std::string& what) {
   if (DTensor::is_dtensor(handle)) {
     const DTensor known(handle.detach());
-    TESSERA_CHECK_VALUE(known.device_mesh() == mesh, "distribute_parameter: ", what,
-                        " is distributed already, on ", known.device_mesh(), " of ranks ",
-                        c10::IntArrayRef(known.device_mesh().ranks()), ", and cannot be distributed on ",
-                        mesh, " of ranks ", c10::IntArrayRef(mesh.ranks()), ".");
+    check_mesh(known, mesh, what);
     // Into the same tensor: handles need not be found.
     const DTensor moved = known.redistribute(placements);
     if (moved.spec() != known.spec()) handle.set_data(moved);
@@ -57,31 +65,44 @@ void distribute_parameter(torch::nn::Module& module, const std::string& name, co
   const InTree in(module);
   at::Tensor* parameter = parameters_of(module).find(name);
   at::Tensor* buffer = buffers_of(module).find(name);
-  TESSERA_CHECK_VALUE(parameter || buffer, "distribute_parameter: ", module.name(),
-                      " has no parameter and no buffer '", name, "'; it has ", parameters_of(module).keys(),
-                      " and ", buffers_of(module).keys(), ".");
-  at::Tensor& handle = parameter ? *parameter : *buffer;
-  if (!handle.defined()) return;
-  distribute(handle, mesh, placements, source, *in.tree, parameter != nullptr,
-             words(parameter ? "parameter" : "buffer", name, module, *in.tree));
+  at::Tensor* const handle = parameter ? parameter : buffer;
+  const std::string what = words(parameter ? "parameter" : "buffer", name, module, *in.tree);
+  const bool is_distributed = handle && DTensor::is_dtensor(*handle);
+  // Without a source, nothing is exchanged, and so nothing compared.
+  const comm::Agreement agreement("distribute_parameter", source ? joint_group_of(mesh) : Group(), [&] {
+    TESSERA_CHECK_VALUE(handle, "distribute_parameter: ", module.name(), " has no parameter and no buffer '",
+                        name, "'; it has ", parameters_of(module).keys(), " and ", buffers_of(module).keys(),
+                        ".");
+    if (!handle->defined()) return "undefined " + what;
+    if (!is_distributed) return what + (handle->grad().defined() ? " with its gradient" : "");
+    check_mesh(DTensor(handle->detach()), mesh, what);
+    return c10::str(what, ", distributed already, as ", c10::ArrayRef<Placement>(placements));
+  });
+  if (!handle->defined() || is_distributed) agreement.settle();
+  if (handle->defined()) distribute(*handle, mesh, placements, source, *in.tree, parameter != nullptr, what);
 }
 
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const PartitionFn& partition,
                        const PrepareFn& prepare_inputs, const PrepareFn& prepare_outputs) {
   const InTree in(module);
   const Placements replicated(mesh.ndim(), Replicate());
-  module.apply([&](const std::string& name, torch::nn::Module& each) {
-    if (partition) partition(name, each, mesh);
-    auto rest = [&](NamedTensors& tensors, const char* kind) {
-      for (auto& item : tensors) {
-        if (!item.value().defined() || DTensor::is_dtensor(item.value())) continue;
-        distribute(item.value(), mesh, replicated, 0, *in.tree, &tensors == &parameters_of(each),
-                   words(kind, item.key(), each, *in.tree));
-      }
-    };
-    rest(parameters_of(each), "parameter");
-    rest(buffers_of(each), "buffer");
-  });
+  const auto distribute_all = [&] {
+    module.apply([&](const std::string& name, torch::nn::Module& each) {
+      if (partition) partition(name, each, mesh);
+      auto rest = [&](NamedTensors& tensors, const char* kind) {
+        for (auto& item : tensors) {
+          if (!item.value().defined() || DTensor::is_dtensor(item.value())) continue;
+          distribute(item.value(), mesh, replicated, 0, *in.tree, &tensors == &parameters_of(each),
+                     words(kind, item.key(), each, *in.tree));
+        }
+      };
+      rest(parameters_of(each), "parameter");
+      rest(buffers_of(each), "buffer");
+    });
+  };
+  comm::together(
+      "distribute_module", joint_group_of(mesh),
+      [&] { return c10::str(module.name(), ", ", mesh, ", ", tensors_text(module)); }, distribute_all);
   auto bound = [&](const PrepareFn& prepare) -> TensorsHook {
     if (!prepare) return {};
     return [prepare, mesh](std::vector<at::Tensor>& tensors) { prepare(tensors, mesh); };

@@ -1,8 +1,10 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/nn/attachment.h>
 #include <tessera/nn/distribute_module.h>
 #include <tessera/nn/replicate.h>
+#include <tessera/nn/tree.h>
 
 #include <utility>
 
@@ -33,15 +35,23 @@ class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
 }  // namespace
 
 void replicate(torch::nn::Module& module, const DeviceMesh& mesh, const ReplicateOptions& options) {
-  auto reduction = std::make_shared<GradientReduction>(mesh, options);
+  std::shared_ptr<GradientReduction> reduction;
   Attachment& ours = attachment(module);
-  TESSERA_CHECK(!ours.reduction, "replicate: this ", module.name(), " is replicated already.");
-  distribute_module(module, mesh);
-  for (const auto& tensors : {module.parameters(), module.buffers()}) {
-    for (const at::Tensor& tensor : tensors) {
-      if (!is_distributed_on(tensor, mesh)) broadcast_values(tensor, mesh);
-    }
-  }
+  comm::together(
+      "replicate", mesh.is_member() ? mesh.get_joint_group() : Group(),
+      [&] {
+        reduction = std::make_shared<GradientReduction>(mesh, options);
+        TESSERA_CHECK(!ours.reduction, "replicate: this ", module.name(), " is replicated already.");
+        return c10::str(module.name(), ", ", mesh, ", ", tensors_text(module));
+      },
+      [&] {
+        distribute_module(module, mesh);
+        for (const auto& tensors : {module.parameters(), module.buffers()}) {
+          for (const at::Tensor& tensor : tensors) {
+            if (!is_distributed_on(tensor, mesh)) broadcast_values(tensor, mesh);
+          }
+        }
+      });
   ours.reduction = std::move(reduction);
   for (const at::Tensor& parameter : module.parameters()) {
     if (!parameter.requires_grad()) continue;

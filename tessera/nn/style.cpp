@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
 #include <tessera/nn/parallel_layer.h>
@@ -167,6 +168,26 @@ ParallelDim where_of(const DeviceMesh& mesh, const ParallelizeOptions& options) 
   return {mesh, options.dim ? mesh.dim_index(*options.dim) : 0, options.source};
 }
 
+/// Calls `apply` on all ranks of the mesh together. Without a source, they exchange nothing, and so compare nothing.
+template <class Apply>
+void parallelized(Module& module, const DeviceMesh& mesh, const ParallelizeOptions& options,
+                  const std::string& paths, const Apply& apply) {
+  const bool compares = options.source && mesh.is_member();
+  std::optional<ParallelDim> where;
+  comm::together(
+      "parallelize_module", compares ? mesh.get_joint_group() : Group(),
+      [&] {
+        where = where_of(mesh, options);
+        if (!compares) return std::string();
+        return c10::str(module.name(), ", ", mesh, " along dim ", where->dim, paths, ": ",
+                        tensors_text(module));
+      },
+      [&] {
+        const Tree tree(module);
+        apply(*where);
+      });
+}
+
 }  // namespace
 
 ColwiseParallel::ColwiseParallel(ColwiseOptions options)
@@ -228,19 +249,20 @@ PrepareModuleInputOutput::PrepareModuleInputOutput(PrepareInputOptions inputs, P
 
 void parallelize_module(Module& module, const DeviceMesh& mesh, const ParallelPlan& plan,
                         const ParallelizeOptions& options) {
-  const ParallelDim where = where_of(mesh, options);
-  const Tree tree(module);
-  for (const auto& [path, style] : plan) {
-    std::string miss;
-    TESSERA_CHECK_VALUE(apply_plan(module, where, path, style, miss), "parallelize_module: \"", path,
-                        "\" matches nothing: ", miss, ".");
-  }
+  std::string paths;
+  for (const auto& [path, style] : plan) paths += c10::str(", \"", path, "\"");
+  parallelized(module, mesh, options, paths, [&](const ParallelDim& where) {
+    for (const auto& [path, style] : plan) {
+      std::string miss;
+      TESSERA_CHECK_VALUE(apply_plan(module, where, path, style, miss), "parallelize_module: \"", path,
+                          "\" matches nothing: ", miss, ".");
+    }
+  });
 }
 
 void parallelize_module(Module& module, const DeviceMesh& mesh, const ParallelStyle& style,
                         const ParallelizeOptions& options) {
-  const Tree tree(module);
-  style.apply(module, where_of(mesh, options));
+  parallelized(module, mesh, options, "", [&](const ParallelDim& where) { style.apply(module, where); });
 }
 
 }  // namespace tessera

@@ -150,6 +150,19 @@ NamedTensors& buffers_of(torch::nn::Module& module) {
   return torch::nn::Cloneable<ListsOfModule>::buffers(module);
 }
 
+std::string tensors_text(const torch::nn::Module& module) {
+  std::string text;
+  const auto parameters = module.named_parameters(), buffers = module.named_buffers();
+  for (const auto* tensors : {&parameters, &buffers}) {
+    for (const auto& item : *tensors) {
+      if (!text.empty()) text += ", ";
+      text += item.key();
+      if (item.value().defined()) text += c10::str(' ', item.value().scalar_type(), item.value().sizes());
+    }
+  }
+  return text;
+}
+
 Tree::Tree(torch::nn::Module& root) : scope_(this) { add(root, ""); }
 
 Tree::~Tree() = default;

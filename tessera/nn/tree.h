@@ -22,6 +22,9 @@ using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
 NamedTensors& parameters_of(torch::nn::Module& module);
 NamedTensors& buffers_of(torch::nn::Module& module);
 
+/// Names, dtypes and sizes of all parameters and buffers: "fc.weight Float[4, 4], fc.bias Float[4]".
+std::string tensors_text(const torch::nn::Module& module);
+
 /// A module and its submodules, with every handle on their parameters and buffers. While it lives, the
 /// modules must not be changed but through it.
 class Tree {

@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/world.h>
 #include <tessera/error.h>
@@ -285,6 +286,8 @@ void manual_seed(uint64_t seed) { my_generators()->seed(seed); }
 
 void manual_seed(uint64_t seed, const DeviceMesh& mesh) {
   if (!mesh.is_member()) return;
+  if (mesh.size() > 1)
+    comm::agree("manual_seed", mesh.get_joint_group(), [&] { return c10::str(seed, ", ", mesh); });
   const auto generators = generators_of(mesh.world());
   mesh.size() == mesh.world()->size() ? generators->seed(seed) : generators->seed(seed, mesh.ranks());
 }

@@ -72,7 +72,8 @@ class TESSERA_API Generator {
 
 /// Starts the calling rank again from `seed`, and forgets the generators of meshes.
 TESSERA_API void manual_seed(uint64_t seed);
-/// The same for the ranks of the mesh, which must all do so. On other ranks it does nothing.
+/// The same for the ranks of the mesh, which must all do so with the same seed: collective. On other ranks it does
+/// nothing.
 TESSERA_API void manual_seed(uint64_t seed, const DeviceMesh& mesh);
 
 /// What calls on this rank, or on that mesh, draw from: that of the innermost `GeneratorScope` if any.

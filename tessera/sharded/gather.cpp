@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/sharded/log.h>
@@ -40,11 +41,15 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
   const Members& members = process_group();
   log_call("ShardedTensor::gather", [&] { return c10::str(metadata(), " to ", dst); });
   members.check_member("gather");
-  TESSERA_CHECK_INDEX(dst >= 0 && dst < members.size(), "gather: there is no rank ", dst, " in a group of ",
-                      members.size(), " ranks.");
   const bool is_destination = members.group_rank() == dst;
   const at::ScalarType dtype = options.dtype.value_or(scalar_type());
-  const at::Tensor out = output_of(*this, dst, options, dtype);
+  at::Tensor out;
+  const comm::Agreement agreement("gather", members.group(), [&] {
+    TESSERA_CHECK_INDEX(dst >= 0 && dst < members.size(), "gather: there is no rank ", dst, " in a group of ",
+                        members.size(), " ranks.");
+    out = output_of(*this, dst, options, dtype);
+    return c10::str(scalar_type(), sizes(), " of ", sharding_spec(), ", to rank ", dst, " as ", dtype);
+  });
 
   const at::NoGradGuard no_grad;
   const at::TensorOptions in_transit = at::TensorOptions(dtype).device(members.device());

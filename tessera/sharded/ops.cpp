@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/sharded/fill.h>
@@ -70,10 +71,15 @@ Tensor drawn(const Tensor& tensor, const random::Distribution& distribution,
 
 template <class Compare>
 bool compared(const char* name, const Tensor& self, const Tensor& other, const Compare& compare) {
-  TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(other), name,
-                ": both arguments must be sharded tensors; one is a plain one.");
+  const Members& members =
+      ShardedTensor(ShardedTensor::is_sharded_tensor(self) ? self : other).process_group();
+  const comm::Agreement agreement(name, members.group(), [&] {
+    TESSERA_CHECK(ShardedTensor::is_sharded_tensor(self) && ShardedTensor::is_sharded_tensor(other), name,
+                  ": both arguments must be sharded tensors; one is a plain one.");
+    return c10::str(self.scalar_type(), self.sizes(), ", ", other.scalar_type(), other.sizes());
+  });
   const ShardedTensor a(self), b(other);
-  if (!a.process_group().is_member()) return true;  // has nothing to compare
+  if (!members.is_member()) return true;  // has nothing to compare
   const ShardedTensorMetadata& tiling = a.metadata();
   bool same = tiling.size == b.metadata().size &&
               tiling.tensor_properties == b.metadata().tensor_properties &&
@@ -82,7 +88,7 @@ bool compared(const char* name, const Tensor& self, const Tensor& other, const C
     const auto mine = a.local_tensors(), others = local_tensors_as(tiling.shards_metadata, b, name);
     for (size_t i = 0; same && i < mine.size(); ++i) same = compare(mine[i], others[i]);
   }
-  return all_agree(same, a.process_group());
+  return all_agree(same, members);
 }
 
 /// What `reduce` gives for all elements of a tensor, given what it gives for the elements of each shard, as a

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/irange.h>
@@ -96,9 +97,11 @@ std::vector<std::string> all_gather_text(const std::string& mine, const Members&
 }
 
 bool all_agree(bool mine, const Members& members) {
-  const at::Tensor votes = at::full({1}, mine ? 1 : 0, at::TensorOptions(at::kLong).device(members.device()));
-  comm::all_reduce(votes, c10d::ReduceOp::MIN, members.group()).wait();
-  return votes.item<int64_t>() == 1;
+  const at::Tensor vote = at::full({1}, mine, at::TensorOptions(at::kBool).device(members.device()));
+  comm::Tensors votes;
+  for (int64_t i = 0; i < members.size(); ++i) votes.push_back(at::empty_like(vote));
+  comm::all_to_all(votes, comm::Tensors(votes.size(), vote), members.group()).wait();
+  return std::all_of(votes.begin(), votes.end(), [](const at::Tensor& each) { return each.item<bool>(); });
 }
 
 }  // namespace tessera::sharded

@@ -1,3 +1,4 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/error.h>
 #include <tessera/sharded/exchange.h>
 #include <tessera/sharded/log.h>
@@ -37,16 +38,30 @@ ShardedTensorMetadata checked_metadata(const ShardingSpec& spec, at::IntArrayRef
   return metadata;
 }
 
+/// What all ranks that shard a tensor must say alike.
+std::string said(const at::Tensor& tensor, const ShardingSpec& spec, int64_t src_rank) {
+  return c10::str("src_rank ", src_rank, ", ", tensor.scalar_type(), tensor.sizes(),
+                  tensor.requires_grad() ? " requires_grad, " : ", ", spec);
+}
+
 }  // namespace
 
 ShardedTensor ShardedTensor::reshard(const ShardingSpec& spec) const {
   log_call("ShardedTensor::reshard", [&] { return c10::str(metadata(), " to ", spec); });
   process_group().check_member("reshard");
-  if (spec == sharding_spec()) return *this;
   TensorProperties properties = metadata().tensor_properties;
   properties.pin_memory = false;
   properties.requires_grad &= at::GradMode::is_enabled();
-  auto target = checked_metadata(spec, sizes(), properties, process_group());
+  const bool is_same = spec == sharding_spec();
+  ShardedTensorMetadata target;
+  const comm::Agreement agreement("reshard", process_group().group(), [&] {
+    if (!is_same) target = checked_metadata(spec, sizes(), properties, process_group());
+    return c10::str(scalar_type(), sizes(), " from ", sharding_spec(), " to ", spec);
+  });
+  if (is_same) {
+    agreement.settle();
+    return *this;
+  }
   auto tensors = exchange(metadata().shards_metadata, local_tensors(), target.shards_metadata,
                           properties.dtype, process_group_ptr());
   return assembled(std::move(target), spec, std::move(tensors), process_group_ptr(), init_rrefs());
@@ -55,10 +70,15 @@ ShardedTensor ShardedTensor::reshard(const ShardingSpec& spec) const {
 ShardedTensor ShardingSpec::shard(const at::Tensor& tensor, int64_t src_rank,
                                   const Ranks& process_group) const {
   const auto members = std::make_shared<const Members>(process_group, tensor.device().type());
-  TESSERA_CHECK_INDEX(src_rank >= 0 && src_rank < members->size(), "ShardingSpec::shard: there is no rank ",
-                      src_rank, " in a group of ", members->size(), " ranks.");
-  const TensorProperties properties = TensorProperties::of(tensor);
-  auto metadata = checked_metadata(*this, tensor.sizes(), properties, *members);
+  TensorProperties properties;
+  ShardedTensorMetadata metadata;
+  const comm::Agreement agreement("ShardingSpec::shard", members->group(), [&] {
+    TESSERA_CHECK_INDEX(src_rank >= 0 && src_rank < members->size(), "ShardingSpec::shard: there is no rank ",
+                        src_rank, " in a group of ", members->size(), " ranks.");
+    properties = TensorProperties::of(tensor);
+    metadata = checked_metadata(*this, tensor.sizes(), properties, *members);
+    return said(tensor, *this, src_rank);
+  });
   const std::vector<ShardMetadata> unsharded = {{std::vector<int64_t>(tensor.dim(), 0), tensor.sizes().vec(),
                                                  RemoteDevice(members->ranks()[src_rank], tensor.device())}};
   std::vector<at::Tensor> tensors(1);  // outside of the group, nothing
@@ -76,20 +96,15 @@ ShardedTensor ShardingSpec::shard(const at::Tensor& tensor, int64_t src_rank,
 ShardedTensor shard_tensor(const at::Tensor& tensor, const ShardingSpec& spec, int64_t src_rank,
                            const Ranks& process_group) {
   log_call("sharded::shard_tensor", [&] { return c10::str(tensor.sizes(), " ", spec); });
-  TESSERA_CHECK_VALUE(tensor.is_contiguous(),
-                      "shard_tensor: the tensor is not contiguous; call contiguous() on it.");
   const Members members(process_group, tensor.device().type());
-  if (!members.is_member()) return spec.shard(tensor, src_rank, process_group);
-  // What all ranks must say alike. A rank that says otherwise is named on all of them.
-  const std::string said = c10::str("src_rank ", src_rank, ", ", tensor.scalar_type(), tensor.sizes(),
-                                    tensor.requires_grad() ? " requires_grad, " : ", ", spec);
-  const auto all = all_gather_text(said, members);
-  for (const size_t i : c10::irange(all.size())) {
-    TESSERA_CHECK_VALUE(all[i] == all[0], "shard_tensor: rank ", members.ranks()[0], " was called with ",
-                        all[0], "; rank ", members.ranks()[i], " with ", all[i],
-                        ". All ranks must say the same.");
-  }
-  return spec.shard(tensor, src_rank, process_group);
+  const comm::Agreement agreement("shard_tensor", members.group(), [&] {
+    TESSERA_CHECK_VALUE(tensor.is_contiguous(),
+                        "shard_tensor: the tensor is not contiguous; call contiguous() on it.");
+    return said(tensor, spec, src_rank);
+  });
+  ShardedTensor result = spec.shard(tensor, src_rank, process_group);
+  agreement.settle();  // a spec of the user's may move nothing
+  return result;
 }
 
 }  // namespace tessera::sharded

@@ -523,6 +523,16 @@ TEST(Mismatch, OfEveryKind) {
                   "all_to_all(", "all_to_all(");
 }
 
+TEST(Mismatch, IsNotReportedAgainByLaterCalls) {
+  const auto errors = errors_of(2, [](const Group& group) {
+    EXPECT_THAT(error_of([&] { comm::all_reduce(at::ones({2 + get_rank()}), ReduceOp::SUM, group).wait(); }),
+                HasSubstr("different shapes"));
+    // More than can be under way at once: who posts waits for those long before.
+    for (int i = 0; i < 200; ++i) comm::all_reduce(at::ones({1}), ReduceOp::SUM, group).wait();
+  });
+  EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
 TEST(Mismatch, OfMessages) {
   const auto errors = errors_of(2, [](const Group& group) {
     if (get_rank() == 0) comm::send(at::ones({3}), 1, group).wait();

@@ -1,5 +1,7 @@
+#include <tessera/comm/agreement.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
+#include <tessera/comm/within.h>
 #include <tessera/error.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -199,6 +201,8 @@ void ThreadsBackend::abort() {
 ThreadsBackend::Work ThreadsBackend::submit(CallBuilder& builder, OpType type, Tensors results,
                                             milliseconds timeout, Forward /*forward*/) {
   CollectiveCall call = builder.build();
+  call.asked = comm::Agreement::asked(*this);
+  call.within = comm::Within::current();
   for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, comm::name(call.kind));
   if (call.op != c10d::ReduceOp::UNUSED) {
     for (const Buffer& buffer : call.in) {

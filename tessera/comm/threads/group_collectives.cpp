@@ -44,8 +44,9 @@ GroupCollectives::GroupCollectives(std::vector<int64_t> members, bool crowded, s
 uint64_t GroupCollectives::post(int64_t member, CollectiveCall call, std::chrono::milliseconds timeout) {
   const uint64_t number = posted_[member] + 1;
   if (number > kWindow) {
-    wait(member, number - kWindow, timeout,
-         [] { return c10::str("a collective posted ", kWindow, " before this one and not yet done"); });
+    wait_until_done(member, number - kWindow, timeout, [] {
+      return c10::str("a collective posted ", kWindow, " before this one and not yet done");
+    });
   }
   acts(member, comm::name(call.kind));
   Slot& mine = slot(number);
@@ -79,7 +80,7 @@ bool GroupCollectives::open(uint64_t number) {
     comm::make_plan(slot.calls, members_, slot.plan);
   } catch (const c10::Error& error) {
     std::lock_guard lock(mutex_);
-    failures_[number] = error.what_without_backtrace();
+    failures_[number] = {comm::kind_of(std::current_exception()), error.what_without_backtrace()};
     has_failures_ = true;
     return true;
   }
@@ -168,6 +169,16 @@ bool GroupCollectives::is_lost(const Slot& slot) const {
 
 void GroupCollectives::wait(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
                             c10::function_ref<std::string()> what) {
+  wait_until_done(member, number, timeout, what);
+  if (has_failures_) [[unlikely]] {
+    std::lock_guard lock(mutex_);
+    const auto failure = failures_.find(number);
+    if (failure != failures_.end()) comm::throw_error(failure->second.kind, failure->second.text);
+  }
+}
+
+void GroupCollectives::wait_until_done(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
+                                       c10::function_ref<std::string()> what) {
   bool lost = false;
   auto done = [&] {
     if (poll(number)) return true;
@@ -188,11 +199,6 @@ void GroupCollectives::wait(int64_t member, uint64_t number, std::chrono::millis
     while (!done()) std::this_thread::yield();  // it may have been opened at the last moment
   }
   if (lost) throw_aborted(member, c10::str(what(), " (collective ", number, ")"));
-  if (has_failures_) [[unlikely]] {
-    std::lock_guard lock(mutex_);
-    const auto failure = failures_.find(number);
-    TESSERA_CHECK(failure == failures_.end(), failure->second);
-  }
 }
 
 std::vector<size_t> GroupCollectives::missing(uint64_t number) const {

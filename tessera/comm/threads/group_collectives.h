@@ -78,6 +78,10 @@ class GroupCollectives {
   [[noreturn]] void throw_aborted(int64_t member, const std::string& what) const;
 
  private:
+  /// As `wait`, but of a collective whose calls did not fit only that it is over.
+  void wait_until_done(int64_t member, uint64_t number, std::chrono::milliseconds timeout,
+                       c10::function_ref<std::string()> what);
+
   static constexpr uint64_t kWindow = 64;
   static constexpr uint32_t kAborted = 1u << 31;
 
@@ -131,7 +135,11 @@ class GroupCollectives {
   mutable std::mutex mutex_;  // of what follows
   std::string reason_;
   std::vector<bool> left_;
-  std::map<uint64_t, std::string> failures_;  // collectives whose calls did not fit
+  struct Failure {
+    comm::ErrorKind kind;
+    std::string text;
+  };
+  std::map<uint64_t, Failure> failures_;  // collectives whose calls did not fit
 };
 
 /// The error of those who waited for a rank that failed or went away.

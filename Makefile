@@ -11,6 +11,9 @@ SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
 
+# Tests at once: each has ranks of its own, which wait for each other much of the time.
+JOBS = $(shell jobs=$$(nproc); echo $$((jobs < 4 ? jobs : 4)))
+
 # In tests, every local tensor is checked to lie in memory as its spec says, and new memory is filled with NaN.
 CHECKS = TESSERA_CHECK_LAYOUT=1 TESSERA_FILL_MEMORY=1
 
@@ -63,7 +66,7 @@ demo:
 	@$(BUILD)/examples/train_gpt/train_gpt
 
 test: build
-	@cd $(BUILD) && $(CHECKS) ctest --output-on-failure
+	@cd $(BUILD) && $(CHECKS) ctest --output-on-failure -j $(JOBS)
 	@if [ -e $(BUILD)/python/tessera ]; then $(MAKE) --no-print-directory python-check; \
 	  else echo 'The Python package was not built, so its tests are left out.'; fi
 
@@ -86,7 +89,7 @@ python-test: build python-check
 
 python-check:
 	@tests/install/wheel $(BUILD)
-	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest -n $(JOBS)
 	@.venv/bin/python -m mypy
 	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
 

@@ -49,22 +49,23 @@ double seconds(F&& call, int64_t batch, int batches) {
 double measure(const std::string& operation, int64_t bytes, int64_t batch, int batches, const Group& group) {
   const int64_t n = group->getSize();
   const int64_t part = std::max<int64_t>(1, bytes / 4 / n);
-  at::Tensor whole = at::ones({operation == "all_reduce" ? bytes / 4 : part * n});
+  at::Tensor global = at::ones({operation == "all_reduce" ? bytes / 4 : part * n});
   at::Tensor piece = at::ones({part});
-  at::Tensor other = at::ones_like(whole);
+  at::Tensor other = at::ones_like(global);
   auto pieces = [&](at::Tensor tensor) { return tensor.split(part); };
-  const auto in = pieces(whole), out = pieces(other);
+  const auto in = pieces(global), out = pieces(other);
   comm::barrier(group).wait();
   return seconds(
       [&] {
-        if (operation == "all_reduce") comm::all_reduce(whole, c10d::ReduceOp::MAX, group).wait();
-        if (operation == "all_gather") comm::all_gather_into(whole, piece, group).wait();
+        if (operation == "all_reduce") comm::all_reduce(global, c10d::ReduceOp::MAX, group).wait();
+        if (operation == "all_gather") comm::all_gather_into(global, piece, group).wait();
         if (operation == "reduce_scatter")
-          comm::reduce_scatter_from(piece, whole, c10d::ReduceOp::MAX, group).wait();
+          comm::reduce_scatter_from(piece, global, c10d::ReduceOp::MAX, group).wait();
         if (operation == "all_to_all") comm::all_to_all(out, in, group).wait();
         if (operation == "compared") {
-          const comm::Agreement agreement(
-              "reshard", group, [&] { return c10::str(whole.scalar_type(), whole.sizes(), " to rank ", 0); });
+          const comm::Agreement agreement("reshard", group, [&] {
+            return c10::str(global.scalar_type(), global.sizes(), " to rank ", 0);
+          });
           comm::all_to_all(out, in, group).wait();
         }
       },

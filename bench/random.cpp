@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
 
-  const std::vector<at::ScalarType> wide{at::kFloat, at::kDouble, at::kBFloat16}, whole{at::kLong};
+  const std::vector<at::ScalarType> wide{at::kFloat, at::kDouble, at::kBFloat16}, global{at::kLong};
   const std::vector<Function> functions{
       {"rand, uniform_", wide, [](at::Tensor& x) { x.uniform_(); }, Distribution::uniform()},
       {"randn, normal_", wide, [](at::Tensor& x) { x.normal_(); }, Distribution::normal()},
@@ -57,8 +57,9 @@ int main(int argc, char** argv) {
       {"exponential_", wide, [](at::Tensor& x) { x.exponential_(); }, Distribution::exponential()},
       {"log_normal_", wide, [](at::Tensor& x) { x.log_normal_(); }, Distribution::log_normal()},
       {"cauchy_", wide, [](at::Tensor& x) { x.cauchy_(); }, Distribution::cauchy()},
-      {"geometric_", whole, [](at::Tensor& x) { x.geometric_(0.3); }, Distribution::geometric(0.3)},
-      {"randint, random_", whole, [](at::Tensor& x) { x.random_(0, 1000); }, Distribution::integers(0, 1000)},
+      {"geometric_", global, [](at::Tensor& x) { x.geometric_(0.3); }, Distribution::geometric(0.3)},
+      {"randint, random_", global, [](at::Tensor& x) { x.random_(0, 1000); },
+       Distribution::integers(0, 1000)},
   };
   std::printf("Random numbers, %lld at once, on one core: ns per element\n\n",
               static_cast<long long>(elements));

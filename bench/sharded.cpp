@@ -104,8 +104,8 @@ void reshard_and_look_up(int64_t ranks) {
 
     const at::Tensor table = at::ones({100'000, 64});
     const at::Tensor indices = at::remainder(at::arange(4096) * (7919 + get_rank()), 100'000);
-    const at::Tensor whole = table.clone();
-    const double plain = seconds(10, [&] { at::embedding(whole, indices); });
+    const at::Tensor global = table.clone();
+    const double plain = seconds(10, [&] { at::embedding(global, indices); });
     for (const int64_t dim : {0, 1}) {
       const at::Tensor sharded = shard_tensor(table, chunks(dim, ranks));
       at::embedding(sharded, indices);

@@ -92,7 +92,7 @@ bool exercise(const Group& group, int64_t bytes) {
   const int64_t part = bytes / 4 / n;
   const auto rank_sum = static_cast<float>(n * (n - 1) / 2);
   const at::Tensor mine = at::full({part}, static_cast<float>(me));
-  at::Tensor whole = at::empty({part * n}), piece = at::empty({part});
+  at::Tensor global = at::empty({part * n}), piece = at::empty({part});
   bool all_right = true;
 
   auto report = [&](const char* name, double time, bool right) {
@@ -111,18 +111,19 @@ bool exercise(const Group& group, int64_t bytes) {
   const int repeats = bytes > (1 << 20) ? 5 : 50;
 
   double time = milliseconds(
-      [&] { comm::all_reduce(whole.fill_(static_cast<float>(me)), ReduceOp::SUM, group).wait(); }, repeats);
-  report("all_reduce", time, at::equal(whole, at::full_like(whole, rank_sum)));
-  time = milliseconds([&] { comm::all_gather_into(whole, mine, group).wait(); }, repeats);
-  report("all_gather", time, parts_are_ranks(whole));
-  time = milliseconds([&] { comm::reduce_scatter_from(piece, whole, ReduceOp::SUM, group).wait(); }, repeats);
+      [&] { comm::all_reduce(global.fill_(static_cast<float>(me)), ReduceOp::SUM, group).wait(); }, repeats);
+  report("all_reduce", time, at::equal(global, at::full_like(global, rank_sum)));
+  time = milliseconds([&] { comm::all_gather_into(global, mine, group).wait(); }, repeats);
+  report("all_gather", time, parts_are_ranks(global));
+  time =
+      milliseconds([&] { comm::reduce_scatter_from(piece, global, ReduceOp::SUM, group).wait(); }, repeats);
   report("reduce_scatter", time, at::equal(piece, at::full_like(piece, static_cast<float>(n * me))));
-  const auto outputs = whole.split(part);
+  const auto outputs = global.split(part);
   time = milliseconds([&] { comm::all_to_all(outputs, comm::Tensors(n, mine), group).wait(); }, repeats);
-  report("all_to_all", time, parts_are_ranks(whole));
-  time = milliseconds([&] { comm::broadcast(whole.fill_(static_cast<float>(me)), n - 1, group).wait(); },
+  report("all_to_all", time, parts_are_ranks(global));
+  time = milliseconds([&] { comm::broadcast(global.fill_(static_cast<float>(me)), n - 1, group).wait(); },
                       repeats);
-  report("broadcast", time, at::equal(whole, at::full_like(whole, static_cast<float>(n - 1))));
+  report("broadcast", time, at::equal(global, at::full_like(global, static_cast<float>(n - 1))));
   return all_right;
 }
 

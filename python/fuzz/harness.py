@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, whole
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, full
 from tessera.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 
@@ -75,7 +75,7 @@ def recorded(compute: Compute, made: Any, mode: str, place: Place) -> list[tuple
     def out(name: str, value: Any, may_be_plain: bool = not tessera._C.is_rank_thread()) -> None:
         is_tensor = isinstance(value, torch.Tensor)
         is_plain = is_tensor and not isinstance(value, DTensor) and not may_be_plain
-        found.append((f"plain {name}" * is_plain or name, whole(value).clone() if is_tensor else value))
+        found.append((f"plain {name}" * is_plain or name, full(value).clone() if is_tensor else value))
 
     try:
         with context(mode):

@@ -8,7 +8,7 @@ from typing import Any
 import cases
 import torch
 from cases import Inputs, Layout, Reference
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, whole
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, full
 from torch.utils import _pytree as pytree
 
 import tessera
@@ -170,14 +170,14 @@ class Rank:
         state.update(result=result, tensors=tensors)
         leaves, structure = pytree.tree_flatten(result)
         is_plain = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) for leaf in leaves]
-        got = [whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        got = [full(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # Of a sum the addends may change, as long as they add up to the same.
         partial = [
             index
             for index, placements in enumerate(case.layout)
             if any(placement.is_partial() for placement in placements)
         ]
-        afterwards = {index: whole(tensors[index]) for index in {*reference.written, *partial}}
+        afterwards = {index: full(tensors[index]) for index in {*reference.written, *partial}}
         if len(leaves) != len(reference.leaves):
             raise Wrong(
                 f"{len(leaves)} results ({structure}), not {len(reference.leaves)} ({reference.structure})"
@@ -238,7 +238,7 @@ class Rank:
             shaped = cotangent if leaf.shape == cotangent.shape else torch.ones(leaf.shape, dtype=leaf.dtype)
             cotangents.append(place(shaped, mesh, placements, index) if isinstance(leaf, DTensor) else shaped)
         gradients = torch.autograd.grad(through, inputs, cotangents, allow_unused=True)
-        got = [None if gradient is None else whole(gradient) for gradient in gradients]
+        got = [None if gradient is None else full(gradient) for gradient in gradients]
         for index, (gradient, expected) in enumerate(zip(got, reference.gradients)):
             name = f"gradient of input {reference.grad_of[index]}"
             if gradient is None and expected is not None and not expected.any():

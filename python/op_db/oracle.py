@@ -85,7 +85,7 @@ def place(
     return DTensor.from_local(result.to_local(), mesh, placements, shape=tensor.shape, stride=result.stride())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 from models import MLP, filled, train
-from ranks import assert_whole, placements_of, values
+from ranks import assert_full, placements_of, values
 from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, replicate
 from torch.distributed import tensor as reference
 from torch.distributed.device_mesh import init_device_mesh as reference_mesh
@@ -19,16 +19,16 @@ def tensors():
     dist.init_process_group("gloo")
     mesh = tessera.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     assert mesh.get_group("dp") is dist.group.WORLD
-    whole = values(5, 3)
-    for source in placements_of(whole, mesh):
-        x = tessera.distribute_tensor(whole, mesh, source)
-        for target in placements_of(whole, mesh):
-            assert_whole(x.redistribute(placements=target), whole)
-    x = tessera.distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    full = values(5, 3)
+    for source in placements_of(full, mesh):
+        x = tessera.distribute_tensor(full, mesh, source)
+        for target in placements_of(full, mesh):
+            assert_full(x.redistribute(placements=target), full)
+    x = tessera.distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
     (x @ x.T).relu().sum().backward()
-    plain = whole.requires_grad_()
+    plain = full.requires_grad_()
     (plain @ plain.T).relu().sum().backward()
-    assert_whole(x.grad, plain.grad)
+    assert_full(x.grad, plain.grad)
     assert torch.equal(x[4].full_tensor(), plain[4])
     # A world that is made anew is noticed.
     dist.destroy_process_group()
@@ -36,7 +36,7 @@ def tensors():
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
     dist.init_process_group("gloo")
     again = tessera.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    assert_whole(tessera.distribute_tensor(whole.detach(), again, [Shard(0)]), whole.detach())
+    assert_full(tessera.distribute_tensor(full.detach(), again, [Shard(0)]), full.detach())
 
 
 def training():
@@ -62,40 +62,40 @@ def training():
             network(inputs).pow(2).mean().backward()
             optimiser.step()
     for ours, theirs in zip(model.parameters(), plain.parameters()):
-        assert_whole(ours.detach(), theirs.detach(), rtol=1e-4, atol=1e-5)
+        assert_full(ours.detach(), theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 def bridge():
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     theirs_mesh = reference_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
-    whole = values(5, 3)
+    full = values(5, 3)
     for theirs_placements, ours_placements in (
         ([reference.Shard(0), reference.Replicate()], (Shard(0), Replicate())),
         ([reference.Replicate(), reference.Shard(1)], (Replicate(), Shard(1))),
         ([reference.Partial(), reference.Replicate()], (Partial(), Replicate())),
     ):
-        theirs = reference.distribute_tensor(whole, theirs_mesh, theirs_placements)
+        theirs = reference.distribute_tensor(full, theirs_mesh, theirs_placements)
         ours = tessera.from_torch(theirs)
         assert isinstance(ours, DTensor) and not isinstance(ours, reference.DTensor)
         assert ours.placements == ours_placements and ours.device_mesh.mesh_dim_names == ("dp", "tp")
         assert ours.to_local().data_ptr() == theirs.to_local().data_ptr()
-        assert_whole(ours, whole)
+        assert_full(ours, full)
         back = tessera.to_torch(ours)
         assert isinstance(back, reference.DTensor) and not isinstance(back, DTensor)
         assert list(back.placements) == theirs_placements and back.device_mesh.mesh_dim_names == ("dp", "tp")
         assert back.to_local().data_ptr() == theirs.to_local().data_ptr()
-        torch.testing.assert_close(back.full_tensor(), whole)
+        torch.testing.assert_close(back.full_tensor(), full)
     # Gradients flow through, both ways.
     theirs = reference.distribute_tensor(
-        whole, theirs_mesh, [reference.Shard(0), reference.Replicate()]
+        full, theirs_mesh, [reference.Shard(0), reference.Replicate()]
     ).requires_grad_()
     (tessera.to_torch(tessera.from_torch(theirs) * 3) * 2).sum().backward()
     torch.testing.assert_close(theirs.grad.full_tensor(), torch.full((5, 3), 6.0))
     # Placements and meshes of theirs are understood where ours are.
-    x = tessera.distribute_tensor(whole, theirs_mesh, [reference.Shard(1), reference.Replicate()])
+    x = tessera.distribute_tensor(full, theirs_mesh, [reference.Shard(1), reference.Replicate()])
     assert x.placements == (Shard(1), Replicate())
-    assert_whole(x, whole)
+    assert_full(x, full)
     assert theirs.placements == (
         reference.Shard(0),
         reference.Replicate(),
@@ -106,7 +106,7 @@ def initialise():
     """Started by a launcher, the first mesh initialises torch.distributed."""
     mesh = tessera.init_device_mesh("cpu", (2,))
     assert dist.is_initialized() and tessera.get_rank() == dist.get_rank() and tessera.get_world_size() == 2
-    assert_whole(tessera.ones(5, device_mesh=mesh, placements=[Shard(0)]), torch.ones(5))
+    assert_full(tessera.ones(5, device_mesh=mesh, placements=[Shard(0)]), torch.ones(5))
     # Threads that are ranks have their own world.
     assert tessera.run(3, tessera.get_world_size) == [3, 3, 3]
 
@@ -120,18 +120,18 @@ def sub_groups():
     value = torch.ones(1)
     dist.all_reduce(value, group=group)  # it is an ordinary group of torch.distributed
     assert value.item() == 2
-    whole = values(5, 4)
-    for placements in placements_of(whole, mesh):
-        x = tessera.distribute_tensor(whole, mesh, placements)
-        assert_whole(x, whole)
-        assert_whole(x @ x.T, whole @ whole.T)
+    full = values(5, 4)
+    for placements in placements_of(full, mesh):
+        x = tessera.distribute_tensor(full, mesh, placements)
+        assert_full(x, full)
+        assert_full(x @ x.T, full @ full.T)
     turned = tessera.DeviceMesh._concatenate([mesh["tp"], mesh["dp"]])
-    assert_whole(tessera.distribute_tensor(whole, turned, [Shard(0), Shard(0)]), whole)
-    assert_whole(
-        tessera.distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).redistribute(
+    assert_full(tessera.distribute_tensor(full, turned, [Shard(0), Shard(0)]), full)
+    assert_full(
+        tessera.distribute_tensor(full, mesh, [Shard(0), Shard(0)]).redistribute(
             placements=[Replicate(), Shard(0)]
         ),
-        whole,
+        full,
     )
 
 
@@ -165,7 +165,7 @@ def parallel_training():
             )
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(model.parameters(), plain.parameters()):
-            assert_whole(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
+            assert_full(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def placements_of(
     yield from itertools.product(choices, repeat=mesh.ndim)
 
 
-def assert_whole(distributed: Any, expected: torch.Tensor, **tolerance: float) -> None:
+def assert_full(distributed: Any, expected: torch.Tensor, **tolerance: float) -> None:
     """It is a distributed tensor of that value."""
     assert isinstance(distributed, tessera.DTensor)
     torch.testing.assert_close(distributed.full_tensor(), expected, **tolerance)

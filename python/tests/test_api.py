@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import Collectives, assert_whole, meshes, on_ranks, placements_of, values
+from ranks import Collectives, assert_full, meshes, on_ranks, placements_of, values
 from tessera.experimental import implicit_replication, local_map
 
 import tessera
@@ -32,25 +32,25 @@ def test_placements_are_values():
 @on_ranks()
 def test_distribute_redistribute_and_gather():
     for mesh in meshes():
-        whole = values(5, 3)
-        for source in placements_of(whole, mesh):
-            x = tessera.distribute_tensor(whole, mesh, source)
+        full = values(5, 3)
+        for source in placements_of(full, mesh):
+            x = tessera.distribute_tensor(full, mesh, source)
             assert x.placements == source and x.device_mesh == mesh
-            assert_whole(x, whole)
-            for target in placements_of(whole, mesh):
+            assert_full(x, full)
+            for target in placements_of(full, mesh):
                 y = x.redistribute(placements=target)
                 assert y.placements == target
-                assert_whole(y, whole)
-            assert_whole(x.redistribute(mesh, [Replicate()] * mesh.ndim, async_op=True), whole)
+                assert_full(y, full)
+            assert_full(x.redistribute(mesh, [Replicate()] * mesh.ndim, async_op=True), full)
 
 
 @on_ranks()
 def test_what_the_source_has_counts():
     mesh = tessera.init_device_mesh("cpu", (4,))
     mine = torch.full((4,), float(tessera.get_rank()))
-    assert_whole(tessera.distribute_tensor(mine, mesh, [Shard(0)]), torch.zeros(4))
-    assert_whole(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=2), torch.full((4,), 2.0))
-    assert_whole(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=None), torch.arange(4.0))
+    assert_full(tessera.distribute_tensor(mine, mesh, [Shard(0)]), torch.zeros(4))
+    assert_full(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=2), torch.full((4,), 2.0))
+    assert_full(tessera.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=None), torch.arange(4.0))
     parameter = tessera.distribute_tensor(torch.nn.Parameter(mine), mesh)
     assert (
         isinstance(parameter, torch.nn.Parameter)
@@ -81,12 +81,12 @@ def test_factories():
     for mesh in meshes():
         for placements in placements_of(torch.empty(5, 3), mesh):
             keywords = {"device_mesh": mesh, "placements": placements}
-            assert_whole(tessera.zeros(5, 3, **keywords), torch.zeros(5, 3))
-            assert_whole(
+            assert_full(tessera.zeros(5, 3, **keywords), torch.zeros(5, 3))
+            assert_full(
                 tessera.ones((5, 3), **keywords, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
             )
-            assert_whole(tessera.full((5, 3), 2.5, **keywords), torch.full((5, 3), 2.5))
-            assert_whole(tessera.full((5, 3), 7, **keywords), torch.full((5, 3), 7))
+            assert_full(tessera.full((5, 3), 2.5, **keywords), torch.full((5, 3), 2.5))
+            assert_full(tessera.full((5, 3), 7, **keywords), torch.full((5, 3), 7))
             assert tessera.empty([5, 3], **keywords, requires_grad=True).requires_grad
         for placements in placements_of(torch.empty(5, 3), mesh, partial=False):
             uniform = tessera.rand(5, 3, device_mesh=mesh, placements=placements)
@@ -96,7 +96,7 @@ def test_factories():
                 5, 3, device_mesh=mesh, placements=placements, requires_grad=True
             ).requires_grad
         with mesh:
-            assert_whole(tessera.ones(4), torch.ones(4))
+            assert_full(tessera.ones(4), torch.ones(4))
             assert tessera.ones(4).device_mesh == mesh
 
 
@@ -145,24 +145,24 @@ def test_implicit_communication_can_be_forbidden():
     mesh = tessera.init_device_mesh("cpu", (4,))
     x = tessera.distribute_tensor(values(4, 4), mesh, [Shard(0)])
     y = tessera.distribute_tensor(values(4, 4), mesh, [Shard(1)])
-    assert_whole(x + y, 2 * values(4, 4))
+    assert_full(x + y, 2 * values(4, 4))
     with tessera.implicit_communication("forbidden"):
         with pytest.raises(RuntimeError, match="aten::add.Tensor.*redistribute"):
             x + y
-        assert_whole(x + x, 2 * values(4, 4))
+        assert_full(x + x, 2 * values(4, 4))
         with tessera.ExplicitRedistributionContext(enable=False):
             x + y
     with tessera.ExplicitRedistributionContext(), pytest.raises(RuntimeError, match="redistribute"):
         x + y
     x + y
-    whole = tessera.distribute_tensor(values(4, 4), mesh, [Replicate()])
+    full = tessera.distribute_tensor(values(4, 4), mesh, [Replicate()])
     with tessera.ExplicitRedistributionContext():
-        assert_whole(x + whole, 2 * values(4, 4))
+        assert_full(x + full, 2 * values(4, 4))
     with tessera.ExplicitRedistributionContext(strict=True):
         with pytest.raises(RuntimeError, match="redistribute"):
-            x + whole
+            x + full
         with tessera.ExplicitRedistributionContext(enable=False):
-            x + whole
+            x + full
         x + x
 
 
@@ -191,17 +191,17 @@ def test_local_map():
 
     result, columns = product(x, y, 2.0)
     assert columns == 2 and result.placements == (Partial(),)
-    assert_whole(result, 2 * values(6, 8) @ values(8, 5), rtol=1e-4, atol=1e-5)
+    assert_full(result, 2 * values(6, 8) @ values(8, 5), rtol=1e-4, atol=1e-5)
     result.redistribute(placements=[Replicate()]).sum().backward()
     expected = values(6, 8).requires_grad_()
     (2 * expected @ values(8, 5)).sum().backward()
-    assert_whole(x.grad, expected.grad, rtol=1e-4, atol=1e-5)
+    assert_full(x.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
     assert product(values(2, 3), values(3, 2), 1.0)[0].shape == (2, 2)  # nothing distributed: as it is
     with pytest.raises(ValueError, match="redistribute_inputs"):
         product(x.redistribute(placements=[Replicate()]), y, 1.0)
     again = local_map(torch.mm, [Partial()], ([Shard(1)], [Shard(0)]), redistribute_inputs=True)
-    assert_whole(
+    assert_full(
         again(x.redistribute(placements=[Replicate()]), y), values(6, 8) @ values(8, 5), rtol=1e-4, atol=1e-5
     )
     with pytest.raises(ValueError, match="out_placements has 2 entries"):
@@ -213,7 +213,7 @@ def test_implicit_replication_is_undone_by_an_error():
     mesh = tessera.init_device_mesh("cpu", (4,))
     x = tessera.distribute_tensor(values(4), mesh, [Shard(0)])
     with pytest.raises(ZeroDivisionError), implicit_replication():
-        assert_whole(x + values(4), 2 * values(4))
+        assert_full(x + values(4), 2 * values(4))
         1 / 0
     with pytest.raises(ValueError):
         x + values(4)

@@ -135,18 +135,18 @@ def chain(seed, mesh, log, gradients):
     if rng.random() < 0.05:
         shape[0] = 0
 
-    def distributed(whole, op=None):
+    def distributed(full, op=None):
         return tessera.distribute_tensor(
-            whole, mesh, random_placements(rng, whole.dim(), mesh.ndim, ["sum", op] if op else [])
+            full, mesh, random_placements(rng, full.dim(), mesh.ndim, ["sum", op] if op else [])
         )
 
-    whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    leaf = distributed(whole, op)
+    full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    leaf = distributed(full, op)
     log.append(f"{shape} on {mesh.shape}: {leaf.placements}")
     if gradients:
-        whole.requires_grad_()
+        full.requires_grad_()
         leaf.requires_grad_()
-    alive = [(leaf * 1, whole * 1, True)]  # and whether it may be written: not if elements of it share memory
+    alive = [(leaf * 1, full * 1, True)]  # and whether it may be written: not if elements of it share memory
     for number in range(rng.randint(3, 9)):
         t, plain, writable = rng.choice(alive)
         make = rng.choices([views, writes, operators], [9, 6 if writable else 0, 5])[0]
@@ -184,7 +184,7 @@ def chain(seed, mesh, log, gradients):
         return
     mine.backward()
     log.append("backward")
-    torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad, rtol=1e-6, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(leaf.grad.full_tensor(), full.grad, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import MLP, filled
-from ranks import assert_whole, on_ranks, values
+from ranks import assert_full, on_ranks, values
 from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from test_processes import launch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -130,14 +130,12 @@ def test_all_kinds_of_values_are_loaded_into_the_same_containers(tmp_path, forma
     save()
     load()
     # With no ranks at all.
-    whole = checkpoint.load_full(tmp_path / "c")
-    assert same_bits(whole["model"]["w"], counted(7, 5)) and same_bits(whole["list"][0], counted(7, 5))
+    full = checkpoint.load_full(tmp_path / "c")
+    assert same_bits(full["model"]["w"], counted(7, 5)) and same_bits(full["list"][0], counted(7, 5))
     assert (
-        whole["betas"] == [0.9, 0.999]
-        and whole["state"]["1"] == {"step": 8}
-        and whole["bytes"] == b"\x00\xff"
+        full["betas"] == [0.9, 0.999] and full["state"]["1"] == {"step": 8} and full["bytes"] == b"\x00\xff"
     )
-    assert whole["point"] == [1, "text"] and whole["none"] is None and whole["flag"] is True
+    assert full["point"] == [1, "text"] and full["none"] is None and full["flag"] is True
 
 
 def test_one_process_without_ranks(tmp_path):
@@ -290,7 +288,7 @@ def test_training_goes_on_on_another_mesh(tmp_path, format, helpers):
             assert torch.equal(parameter.detach().full_tensor(), value)
         steps(model, optimizer, mesh, 3)
         for parameter, value in zip(model.parameters(), expected):
-            assert_whole(parameter.detach(), value, rtol=1e-4, atol=1e-6)
+            assert_full(parameter.detach(), value, rtol=1e-4, atol=1e-6)
 
     first()
     second()
@@ -457,7 +455,7 @@ def check_async(path):
     pending.wait()
     assert pending.done() and seen[-1].phase == "saving" and seen[-1].bytes == seen[-1].total
     checkpoint.load(state, path)
-    assert_whole(state["w"], counted(50, 7))
+    assert_full(state["w"], counted(50, 7))
     assert torch.equal(state["b"], torch.ones(3)) and state["step"] == 1 and state["names"] == ["a"]
 
 
@@ -519,13 +517,13 @@ def check_writes_are_seen(path):
     view = w.view(24)  # of rows that do not lie evenly: a copy, which follows writes
     product = distribute_tensor(torch.ones(6, 4, requires_grad=True), mesh) * w
     checkpoint.load({"w": w}, path)
-    assert_whole(view, counted(24))
+    assert_full(view, counted(24))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
     # And the other way: what is loaded into a view reaches its base.
     w.zero_()
     checkpoint.load({"w": w.view(24).view(6, 4)}, path)
-    assert_whole(w, counted(6, 4))
+    assert_full(w, counted(6, 4))
 
 
 def test_writes_are_seen(tmp_path):
@@ -569,7 +567,7 @@ def test_their_load_into_our_tensors_on_threads(tmp_path):
         for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
             w = distribute_tensor(torch.zeros(7, 5), mesh, placements)
             dcp.load({"w": w}, checkpoint_id=tmp_path / "c", no_dist=True)
-            assert_whole(w, counted(7, 5))
+            assert_full(w, counted(7, 5))
 
     load()
 
@@ -589,7 +587,7 @@ def test_processes(tmp_path, saver):
             w = distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)])
             state = {"model": {"w": w}, "step": 0}
             checkpoint.load(state, path, strict=False)
-            assert_whole(w, counted(7, 5))
+            assert_full(w, counted(7, 5))
             assert state["step"] == 3
 
     load()
@@ -627,9 +625,9 @@ def test_optimizer_of_their_processes(tmp_path):
             for number, name in enumerate(("weight", "bias")):
                 slot = found["state"][number if way == "plain" else name]
                 assert slot["step"].item() == 2
-                assert_whole(slot["exp_avg"], expected[name]["exp_avg"])
-                assert_whole(slot["exp_avg_sq"], expected[name]["exp_avg_sq"])
-                assert_whole(state["model"][name].detach(), expected[name]["value"])
+                assert_full(slot["exp_avg"], expected[name]["exp_avg"])
+                assert_full(slot["exp_avg_sq"], expected[name]["exp_avg_sq"])
+                assert_full(state["model"][name].detach(), expected[name]["value"])
 
     load()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Conv1D, filled
-from ranks import Collectives, assert_whole, on_ranks, values
+from ranks import Collectives, assert_full, on_ranks, values
 from tessera.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch import nn
 
@@ -70,7 +70,7 @@ def test_layers_flow_as_the_table_says(line):
     with Collectives(mesh) as in_forward:
         output = forward(module, given)
     distributed = DTensor.from_local(output, mesh, [plan.output]) if local else output
-    assert_whole(distributed.detach(), expected.detach(), **CLOSE)
+    assert_full(distributed.detach(), expected.detach(), **CLOSE)
     weight = distribute_tensor(weights, mesh, distributed.placements)
     loss = (output * (weight.to_local() if local else weight)).sum()
     with Collectives(mesh) as in_backward:
@@ -79,10 +79,10 @@ def test_layers_flow_as_the_table_says(line):
     if given.requires_grad:
         gradients["input"] = given.grad
         gradient = DTensor.from_local(given.grad, mesh, [plan.input]) if local else given.grad
-        assert_whole(gradient, expected_input.grad, **CLOSE)
+        assert_full(gradient, expected_input.grad, **CLOSE)
     for (path, parameter), other in zip(module.named_parameters(), plain.parameters(), strict=True):
         gradients[path] = parameter.grad
-        assert_whole(parameter.grad, other.grad, **CLOSE)
+        assert_full(parameter.grad, other.grad, **CLOSE)
     counts = [re.sub(r"\D", "", repr(count)) for count in (in_forward, in_backward)]
     actual = (
         f"{name} {style} {flow}: output {placement_of(output)}, collectives {counts[0]} forward, {counts[1]} backward; gradients: "
@@ -103,7 +103,7 @@ def test_bags_with_offsets(style):
     torch.testing.assert_close(y, expected, **CLOSE)
     y.pow(2).sum().backward()
     expected.pow(2).sum().backward()
-    assert_whole(module.weight.grad, plain.weight.grad, **CLOSE)
+    assert_full(module.weight.grad, plain.weight.grad, **CLOSE)
 
 
 @pytest.mark.parametrize("local", [True, False])

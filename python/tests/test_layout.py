@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import assert_full, meshes, on_ranks, placements_of, values
 from torch.nn import functional as F
 
 import tessera
@@ -17,9 +17,9 @@ from tessera import DTensor, Replicate, Shard
 SLICES = Path(__file__).parents[1] / "op_db" / "slices.py"
 
 
-def distributed(whole, mesh, *placements):
+def distributed(full, mesh, *placements):
     return tessera.distribute_tensor(
-        whole, mesh, list(placements) * (mesh.ndim if len(placements) == 1 else 1)
+        full, mesh, list(placements) * (mesh.ndim if len(placements) == 1 else 1)
     )
 
 
@@ -44,9 +44,9 @@ def test_kernels_that_read_raw_memory_get_no_slices():
         a = distributed(x, mesh, Replicate()).requires_grad_()
         for dim in (0, 1):
             (gradient,) = torch.autograd.grad(F.layer_norm(a, (24,)), a, distributed(g, mesh, Shard(dim)))
-            assert_whole(gradient, expected)
+            assert_full(gradient, expected)
         v, scale = values(5, 6, 4), values(1, 6, 1, seed=1)
-        assert_whole(
+        assert_full(
             torch._weight_norm(distributed(v, mesh, Replicate()), distributed(scale, mesh, Shard(1)), 1),
             torch._weight_norm(v, scale, 1),
         )
@@ -56,32 +56,32 @@ def test_kernels_that_read_raw_memory_get_no_slices():
         for dim in (0, 1):
             a = distributed(x, mesh, Replicate()).requires_grad_()
             (gradient,) = torch.autograd.grad(F.group_norm(a, 6), a, distributed(g, mesh, Shard(dim)))
-            assert_whole(gradient, expected)
+            assert_full(gradient, expected)
 
 
 @on_ranks()
 def test_attention_of_column_major_results():
     for mesh in meshes():
-        whole = values(4, 2, 8, 8) + 3 * torch.eye(8)
-        q = torch.linalg.inv(whole)
+        full = values(4, 2, 8, 8) + 3 * torch.eye(8)
+        q = torch.linalg.inv(full)
         expected = F.scaled_dot_product_attention(q, q, q)
-        for placements in placements_of(whole, mesh, partial=False):
-            d = torch.linalg.inv(tessera.distribute_tensor(whole, mesh, placements))
+        for placements in placements_of(full, mesh, partial=False):
+            d = torch.linalg.inv(tessera.distribute_tensor(full, mesh, placements))
             assert_laid_out(d)
-            assert_whole(F.scaled_dot_product_attention(d, d, d), expected, atol=1e-4, rtol=1e-4)
+            assert_full(F.scaled_dot_product_attention(d, d, d), expected, atol=1e-4, rtol=1e-4)
 
 
 @on_ranks()
 def test_gradients_of_transposed_matrices():
     for mesh in meshes():
-        whole = values(4, 3, 3) + 2 * torch.eye(3)
+        full = values(4, 3, 3) + 2 * torch.eye(3)
         for function in (torch.det, lambda x: torch.slogdet(x)[1], lambda x: torch.linalg.inv(x).sum((1, 2))):
-            plain = whole.clone().requires_grad_()
+            plain = full.clone().requires_grad_()
             function(plain.mT).sum().backward()
-            for placements in placements_of(whole, mesh, partial=False):
-                x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+            for placements in placements_of(full, mesh, partial=False):
+                x = tessera.distribute_tensor(full, mesh, placements).requires_grad_()
                 function(x.mT).sum().backward()
-                assert_whole(x.grad, plain.grad, atol=1e-4, rtol=1e-4)
+                assert_full(x.grad, plain.grad, atol=1e-4, rtol=1e-4)
 
 
 @on_ranks()
@@ -92,18 +92,18 @@ def test_local_tensors_that_are_transposed():
         x = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
         assert_laid_out(x)
         assert x.is_contiguous()
-        assert_whole(x, t)
+        assert_full(x, t)
         given = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, shape=t.shape, stride=t.stride())
         assert_laid_out(given)
         assert given.stride() == t.stride() and given.to_local().data_ptr() == local.data_ptr()
         for y in (x, given):
-            assert_whole(F.group_norm(y, 5), F.group_norm(t, 5))
+            assert_full(F.group_norm(y, 5), F.group_norm(t, 5))
             a = y.detach().requires_grad_()
             F.group_norm(a, 5).square().sum().backward()
             plain = t.clone().requires_grad_()
             F.group_norm(plain, 5).square().sum().backward()
-            assert_whole(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
-        assert_whole(F.pdist(x[0, :, :, 0]), F.pdist(t[0, :, :, 0]))
+            assert_full(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
+        assert_full(F.pdist(x[0, :, :, 0]), F.pdist(t[0, :, :, 0]))
         scores, target = (
             t.log_softmax(1),
             torch.randint(5, (3, 6, 4), generator=torch.Generator().manual_seed(0)),
@@ -112,7 +112,7 @@ def test_local_tensors_that_are_transposed():
         F.nll_loss(plain, target).backward()
         a = DTensor.from_local(scores, mesh, [Replicate()] * mesh.ndim).requires_grad_()
         F.nll_loss(a, distributed(target, mesh, Replicate())).backward()
-        assert_whole(a.grad, plain.grad)
+        assert_full(a.grad, plain.grad)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -139,17 +139,17 @@ def test_results_lie_as_their_strides_say(transposed):
             "clone": lambda x: x.mT.clone(),
         }
         for mesh in meshes():
-            whole = values(6, 4, 4) + 3 * torch.eye(4)
+            full = values(6, 4, 4) + 3 * torch.eye(4)
             if transposed:
-                whole = whole.mT
+                full = full.mT
             for function in functions.values():
                 with tessera.experimental.implicit_replication():
-                    expected = function(whole)
-                    for placements in placements_of(whole, mesh):
-                        x = tessera.distribute_tensor(whole if not transposed else whole.mT, mesh, placements)
+                    expected = function(full)
+                    for placements in placements_of(full, mesh):
+                        x = tessera.distribute_tensor(full if not transposed else full.mT, mesh, placements)
                         result = function(x.mT if transposed else x)
                         assert_laid_out(result)
-                        assert_whole(result, expected, atol=1e-4, rtol=1e-4)
+                        assert_full(result, expected, atol=1e-4, rtol=1e-4)
 
     check()
 
@@ -176,11 +176,11 @@ def test_channels_last_stays():
             y = network(a, b)
             y.backward(torch.ones_like(y))
             assert y.stride() == expected.stride() and y.is_contiguous(memory_format=last)
-            assert_whole(y, expected, atol=1e-4, rtol=1e-4)
+            assert_full(y, expected, atol=1e-4, rtol=1e-4)
             assert_laid_out(y)
             for mine, theirs in ((a.grad, plain[0].grad), (b.grad, plain[1].grad)):
                 assert mine.stride() == theirs.stride()
-                assert_whole(mine, theirs, atol=1e-3, rtol=1e-3)
+                assert_full(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 @on_ranks()
@@ -204,25 +204,25 @@ def test_views_begin_where_they_do_on_one_device():
         lambda x: x[2:].as_strided((6,), (1,), 11)[2:].as_strided((2,), (1,), 13),
     ]
     for mesh in meshes():
-        whole = values(6, 5)
-        for placements in placements_of(whole, mesh):
-            x = tessera.distribute_tensor(whole, mesh, placements)
+        full = values(6, 5)
+        for placements in placements_of(full, mesh):
+            x = tessera.distribute_tensor(full, mesh, placements)
             for view in views:
-                mine, theirs = view(x), view(whole)
+                mine, theirs = view(x), view(full)
                 assert mine.storage_offset() == theirs.storage_offset() and mine.stride() == theirs.stride()
-                assert_whole(mine, theirs)
+                assert_full(mine, theirs)
                 assert copy.deepcopy(mine).storage_offset() == mine.storage_offset()
             with pytest.raises(RuntimeError, match="lies before 'self'"):
                 x[2:].as_strided((2, 2), (5, 1), 0)
             if any(placement.is_partial() for placement in placements):
                 continue
-            mine, theirs = x[2:].as_strided((2, 2), (5, 1), 15), whole.clone()
+            mine, theirs = x[2:].as_strided((2, 2), (5, 1), 15), full.clone()
             x.add_(1)
             theirs.add_(1)
-            assert_whole(mine, theirs[3:5, :2])
+            assert_full(mine, theirs[3:5, :2])
             mine.zero_()
             theirs[3:5, :2] = 0
-            assert_whole(x, theirs)
+            assert_full(x, theirs)
 
 
 FILLED = """

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import assert_whole, on_ranks, values
+from ranks import assert_full, on_ranks, values
 from tessera.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch import nn
 from torch.nn import functional as F
@@ -62,8 +62,8 @@ def test_equal_to_one_device(shape):
                 with loss_parallel():
                     loss = F.cross_entropy(ours, placed, weights, **rest)
                     loss.backward(distribute_tensor(upstream, mesh))
-                assert_whole(loss, expected.detach(), rtol=1e-5, atol=1e-5)
-                assert_whole(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
+                assert_full(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+                assert_full(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
                 assert ours.grad.placements == ours.placements
 
 
@@ -94,11 +94,9 @@ def test_plain_targets_and_weights():
     logits, targets, weights = values(5, 8), torch.tensor([1, 7, 0, 3, 3]), values(8, seed=1).abs()
     sharded = distribute_tensor(logits, mesh, [Shard(1)])
     with loss_parallel():
-        assert_whole(
-            nn.CrossEntropyLoss(weights)(sharded, targets), F.cross_entropy(logits, targets, weights)
-        )
+        assert_full(nn.CrossEntropyLoss(weights)(sharded, targets), F.cross_entropy(logits, targets, weights))
         probabilities = logits.softmax(1)
-        assert_whole(F.cross_entropy(sharded, probabilities), F.cross_entropy(logits, probabilities))
+        assert_full(F.cross_entropy(sharded, probabilities), F.cross_entropy(logits, probabilities))
         torch.testing.assert_close(
             F.cross_entropy(logits, targets), F.cross_entropy(logits, targets, reduction="mean")
         )  # all plain
@@ -140,6 +138,6 @@ def test_behind_a_layer_of_cut_classes():
         loss.backward()
     expected = F.cross_entropy(plain(x).flatten(0, 1), targets.flatten())
     expected.backward()
-    assert_whole(loss, expected)
-    assert_whole(head.weight.grad, plain.weight.grad)
+    assert_full(loss, expected)
+    assert_full(head.weight.grad, plain.weight.grad)
     assert isinstance(loss, DTensor) and head.weight.grad.placements == (Shard(0),)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import assert_full, meshes, on_ranks, placements_of, values
 from tessera.experimental import implicit_replication
 
 import tessera
@@ -23,7 +23,7 @@ def check_everywhere(
             distributed = tessera.distribute_tensor(
                 tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None
             )
-            assert_whole(function(distributed.redistribute(placements=placements)), expected, **tolerance)
+            assert_full(function(distributed.redistribute(placements=placements)), expected, **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_bags_of_equal_size() -> None:
     for mesh in meshes():
         indices = tessera.distribute_tensor(index, mesh, [Shard(0)] * mesh.ndim)
         for placements in placements_of(weight, mesh, partial=False):
-            assert_whole(
+            assert_full(
                 torch.nn.functional.embedding_bag(
                     indices, tessera.distribute_tensor(weight, mesh, placements)
                 ),
@@ -67,11 +67,11 @@ def test_fractional_pooling_draws_the_same_on_all_ranks() -> None:
     for mesh in meshes():
         x = tessera.distribute_tensor(image, mesh, [Shard(0)] * mesh.ndim)
         pooled, indices = torch.nn.functional.fractional_max_pool2d(x, 2, output_size=4, return_indices=True)
-        whole = indices.full_tensor()
-        assert whole.shape == (2, 3, 4, 4)
-        assert_whole(pooled, image.flatten(2).gather(2, whole.flatten(2)).reshape(2, 3, 4, 4))
-        first = tessera.distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim)
-        assert torch.equal(first.full_tensor(), whole)
+        full = indices.full_tensor()
+        assert full.shape == (2, 3, 4, 4)
+        assert_full(pooled, image.flatten(2).gather(2, full.flatten(2)).reshape(2, 3, 4, 4))
+        first = tessera.distribute_tensor(full, mesh, [Replicate()] * mesh.ndim)
+        assert torch.equal(first.full_tensor(), full)
 
 
 @on_ranks()
@@ -79,7 +79,7 @@ def test_low_rank_approximations() -> None:
     matrix = values(9, 2) @ values(2, 6, seed=1)
     for mesh in meshes():
         u, s, v = torch.svd_lowrank(tessera.distribute_tensor(matrix, mesh, [Shard(0)] * mesh.ndim), q=2)
-        assert_whole(u @ torch.diag(s) @ v.T, matrix, rtol=1e-4, atol=1e-4)
+        assert_full(u @ torch.diag(s) @ v.T, matrix, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -110,7 +110,7 @@ def test_products_of_batches_of_unequal_dims() -> None:
     for mesh in meshes():
         x = tessera.distribute_tensor(values(4, 3, 2), mesh, [Shard(0)] * mesh.ndim)
         for placements in placements_of(other, mesh, partial=False):
-            assert_whole(x @ tessera.distribute_tensor(other, mesh, placements).mT, expected)
+            assert_full(x @ tessera.distribute_tensor(other, mesh, placements).mT, expected)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_tensor_split_by_a_tensor(split: torch.Tensor) -> None:
         for placements in placements_of(tensor, mesh, partial=False):
             parts = torch.tensor_split(tessera.distribute_tensor(tensor, mesh, placements), replicated)
             for part, expected in zip(parts, torch.tensor_split(tensor, split), strict=True):
-                assert_whole(part, expected)
+                assert_full(part, expected)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_gradients_that_begin_with_zeros(function: Function) -> None:
         for placements in placements_of(tensor, mesh, partial=False):
             x = tessera.distribute_tensor(tensor, mesh, placements).requires_grad_()
             function(x).sum().backward()
-            assert_whole(x.grad, plain.grad)
+            assert_full(x.grad, plain.grad)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_out_of_composites(function: Callable[..., torch.Tensor]) -> None:
                 out = tessera.distribute_tensor(torch.zeros_like(expected), mesh, target, src_data_rank=None)
                 function(x.redistribute(placements=placements), out=out)
                 assert out.placements == target
-                assert_whole(out, expected, rtol=1e-4, atol=1e-5)
+                assert_full(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks()
@@ -209,13 +209,13 @@ def test_ctc_loss_with_lengths_in_tensors() -> None:
     lengths = torch.tensor([7, 6]), torch.tensor([3, 2])
     expected = torch.nn.functional.ctc_loss(log_probs, targets, *lengths)
     for mesh in meshes():
-        whole = [
+        full = [
             tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
             for each in (targets, *lengths)
         ]
         for placements in placements_of(log_probs, mesh, partial=False):
-            assert_whole(
-                torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *whole),
+            assert_full(
+                torch.nn.functional.ctc_loss(tessera.distribute_tensor(log_probs, mesh, placements), *full),
                 expected,
             )
 
@@ -240,13 +240,13 @@ def test_addmv_broadcasts_over_empty_shards(shape: tuple[int, ...]) -> None:
     vector, bias = values(3, seed=1), values(*shape, seed=2)
     expected = torch.addmv(bias, values(5, 3), vector)
     for mesh in meshes():
-        whole = [
+        full = [
             tessera.distribute_tensor(each, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
             for each in (bias, vector)
         ]
         for placements in placements_of(values(5, 3), mesh, partial=False):
-            assert_whole(
-                torch.addmv(whole[0], tessera.distribute_tensor(values(5, 3), mesh, placements), whole[1]),
+            assert_full(
+                torch.addmv(full[0], tessera.distribute_tensor(values(5, 3), mesh, placements), full[1]),
                 expected,
             )
 
@@ -267,7 +267,7 @@ def test_batch_norm_of_fewer_channels_than_ranks(training: bool) -> None:
             for target in ([Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim):
                 moments = [tessera.distribute_tensor(each.clone(), mesh, target) for each in (mean, variance)]
                 for got, wanted in zip(normalised(x, *moments), expected, strict=True):
-                    assert_whole(got.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)
+                    assert_full(got.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
 @on_ranks()
@@ -283,19 +283,19 @@ def test_decompositions_of_which_a_part_is_not_wanted() -> None:
 @on_ranks()
 def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: bool) -> None:
     """Sharded along heads without communication where ranks hold heads that go together; right in any case."""
-    whole = [values(2, heads, 5, 4), values(2, groups, 5, 4, seed=1), values(2, groups, 5, 4, seed=2)]
+    full = [values(2, heads, 5, 4), values(2, groups, 5, 4, seed=1), values(2, groups, 5, 4, seed=2)]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, enable_gqa=True
         )
 
-    plain = [tensor.clone().requires_grad_() for tensor in whole]
+    plain = [tensor.clone().requires_grad_() for tensor in full]
     expected = attend(*plain)
     expected.pow(2).sum().backward()
     for mesh in meshes():
-        for placements in placements_of(whole[0], mesh, partial=False):
-            ours = [tessera.distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in whole]
+        for placements in placements_of(full[0], mesh, partial=False):
+            ours = [tessera.distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in full]
             shards = [mesh.shape[dim] for dim, placement in enumerate(placements) if placement == Shard(1)]
             is_free = (
                 set(placements) <= {Replicate(), Shard(0), Shard(1)}
@@ -306,16 +306,16 @@ def test_attention_whose_queries_share_keys(heads: int, groups: int, causal: boo
                 result = attend(*ours)
                 loss = result.pow(2).sum()
                 loss.backward()
-            assert_whole(result, expected.detach(), rtol=1e-4, atol=1e-5)
+            assert_full(result, expected.detach(), rtol=1e-4, atol=1e-5)
             for mine, other in zip(ours, plain):
-                assert_whole(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+                assert_full(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
 @on_ranks()
 def test_blocks_that_are_cut_one_by_one() -> None:
     """They are taken out of a strided shard, and joined to one, without communication; gradients too."""
-    whole = values(3, 24)
-    plain = whole.clone().requires_grad_()
+    full = values(3, 24)
+    plain = full.clone().requires_grad_()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         a, b, c = x.split(8, dim=1)
@@ -331,7 +331,7 @@ def test_blocks_that_are_cut_one_by_one() -> None:
         for other in (Replicate(), Shard(0))
     ]
     for mesh, placements in cases:
-        x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+        x = tessera.distribute_tensor(full, mesh, placements).requires_grad_()
         placed = tessera.distribute_tensor(weights, mesh, placements)
         with tessera.implicit_communication("forbidden"):
             assert x[:, 8:16].placements == tuple(
@@ -340,8 +340,8 @@ def test_blocks_that_are_cut_one_by_one() -> None:
             y = function(x)
             (y * placed).sum().backward()
         assert y.placements == x.grad.placements == tuple(placements)
-        assert_whole(y, expected.detach())
-        assert_whole(x.grad, plain.grad)
+        assert_full(y, expected.detach())
+        assert_full(x.grad, plain.grad)
     # Ranges that are no block, and sizes that are not even.
     for mesh, placements in cases:
         for size, split in ((24, 2), (24, 4), (10, 2), (9, 3)):
@@ -357,12 +357,12 @@ def test_blocks_that_are_cut_one_by_one() -> None:
                 (0, size // 2, 1),
                 (0, size, 2),
             ):
-                assert_whole(ours[:, begin:end:step], x[:, begin:end:step])
+                assert_full(ours[:, begin:end:step], x[:, begin:end:step])
             view = ours[:, : size // 2]
             view += 1
             written = x.clone()
             written[:, : size // 2] += 1
-            assert_whole(ours, written)
+            assert_full(ours, written)
 
 
 @on_ranks()
@@ -375,13 +375,13 @@ def test_joining_what_is_cut() -> None:
                 ours = [tessera.distribute_tensor(part, mesh, placements).requires_grad_() for part in parts]
                 expected = torch.cat(plain, 1)
                 result = torch.cat(ours, 1)
-                assert_whole(result, expected.detach())
+                assert_full(result, expected.detach())
                 expected.pow(2).sum().backward()
                 result.pow(2).sum().backward()
                 for mine, other in zip(ours, plain):
-                    assert_whole(mine.grad, other.grad)
+                    assert_full(mine.grad, other.grad)
                 # It is used with others as any tensor.
-                assert_whole(
+                assert_full(
                     result.view(3, -1, 2) + tessera.distribute_tensor(expected.detach().view(3, -1, 2), mesh),
                     expected.detach().view(3, -1, 2) * 2,
                 )
@@ -414,7 +414,7 @@ def test_scaled_products_in_autocast(dtype: torch.dtype) -> None:
                 torch._scaled_mm(x, y.t(), one, one, out=out)
                 for result in (torch._scaled_mm(x, y.t(), one, one), out):
                     assert result.dtype == dtype
-                    assert_whole(result.float(), expected, rtol=0, atol=0)
+                    assert_full(result.float(), expected, rtol=0, atol=0)
 
 
 @on_ranks()
@@ -426,7 +426,7 @@ def test_trapezoids_of_nothing() -> None:
             with implicit_replication():
                 for function in (torch.trapezoid, torch.trapz):
                     for result in (function(y, x), function(x, y), function(x, x), function(x)):
-                        assert_whole(result, function(y))
+                        assert_full(result, function(y))
 
 
 @on_ranks()
@@ -445,4 +445,4 @@ def test_strides_of_dims_of_size_one_do_not_matter() -> None:
             scale = tessera.distribute_tensor(of_rows.view(1, 15), mesh, [Replicate()] * mesh.ndim)
             scale = scale.redistribute(placements=placements)
             assert scale.t().stride() == (1, 15)
-            assert_whole(product(x, y, scale.t(), scale), expected)
+            assert_full(product(x, y, scale.t(), scale), expected)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import assert_full, meshes, on_ranks, placements_of, values
 
 import tessera
 from tessera import Replicate, Shard
@@ -50,12 +50,12 @@ def test_optimisers(name, way):
     if way == "for-loop" and name not in ("LBFGS", "Muon"):
         extra = {"foreach": False}
     for mesh in meshes():
-        whole = [values(5, 3), values(4, 6, seed=1)]
-        plain = [value.clone().requires_grad_() for value in whole]
+        full = [values(5, 3), values(4, 6, seed=1)]
+        plain = [value.clone().requires_grad_() for value in full]
         distributed = [
-            torch.nn.Parameter(tessera.distribute_tensor(whole[0], mesh, [Shard(0)] * mesh.ndim)),
+            torch.nn.Parameter(tessera.distribute_tensor(full[0], mesh, [Shard(0)] * mesh.ndim)),
             torch.nn.Parameter(
-                tessera.distribute_tensor(whole[1], mesh, [Shard(1)] + [Replicate()] * (mesh.ndim - 1))
+                tessera.distribute_tensor(full[1], mesh, [Shard(1)] + [Replicate()] * (mesh.ndim - 1))
             ),
         ]
         bias = None if name == "Muon" else values(7)
@@ -65,9 +65,9 @@ def test_optimisers(name, way):
             step(kind([*weights, *([] if b is None else [b])], **options, **extra), weights, b, 5)
         for ours, theirs in zip(distributed, plain):
             tolerance = 0.2 if name == "Muon" else 2e-3  # Muon computes in bfloat16
-            assert_whole(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance / 20)
+            assert_full(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance / 20)
         if bias is not None:
-            assert_whole(bias.detach(), plain_bias.detach(), rtol=2e-3, atol=1e-4)
+            assert_full(bias.detach(), plain_bias.detach(), rtol=2e-3, atol=1e-4)
         assert distributed[0].placements == (Shard(0),) * mesh.ndim
 
 
@@ -81,7 +81,7 @@ def test_the_state_is_placed_as_its_parameter_and_is_kept():
         assert state["exp_avg"].placements == parameter.placements
         again = torch.optim.AdamW([parameter], lr=0.1)
         again.load_state_dict(optimiser.state_dict())
-        assert_whole(again.state[parameter]["exp_avg"], state["exp_avg"].full_tensor())
+        assert_full(again.state[parameter]["exp_avg"], state["exp_avg"].full_tensor())
         step(again, [parameter], None, 1)
 
 
@@ -99,11 +99,11 @@ def test_gradient_clipping(norm, foreach):
             for parameters in (plain, ours):
                 sum((parameter**3).sum() for parameter in parameters).backward()
             expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm, foreach=foreach)
-            assert_whole(torch.nn.utils.clip_grad_norm_(ours, 0.5, norm, foreach=foreach), expected)
+            assert_full(torch.nn.utils.clip_grad_norm_(ours, 0.5, norm, foreach=foreach), expected)
             torch.nn.utils.clip_grad_value_(plain, 0.05, foreach=foreach)
             torch.nn.utils.clip_grad_value_(ours, 0.05, foreach=foreach)
             for a, b in zip(ours, plain):
-                assert_whole(a.grad, b.grad)
+                assert_full(a.grad, b.grad)
 
 
 @on_ranks()
@@ -117,4 +117,4 @@ def test_gradient_scaling():
         scaler.scale((each**2).sum()).backward()
         scaler.step(optimiser)
         scaler.update()
-    assert_whole(parameter.detach(), plain.detach())
+    assert_full(parameter.detach(), plain.detach())

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from models import MLP, Conv1D, filled
-from ranks import Collectives, assert_whole, on_ranks, values
+from ranks import Collectives, assert_full, on_ranks, values
 from tessera.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -102,7 +102,7 @@ def test_distribute_module_with_functions():
     y, expected = model(x), plain(x)
     assert not isinstance(y, DTensor)
     torch.testing.assert_close(y, expected, **CLOSE)
-    assert_whole(model.norm.running_mean, plain.norm.running_mean, **CLOSE)
+    assert_full(model.norm.running_mean, plain.norm.running_mean, **CLOSE)
     y.pow(3).sum().backward()
     expected.pow(3).sum().backward()
     assert_same_gradients(model, plain)
@@ -291,7 +291,7 @@ def test_outputs_that_are_split():
     with Collectives(mesh) as count, tessera.implicit_communication("forbidden"):
         y = model(distribute_tensor(x, mesh, src_data_rank=None))
     assert count == 1
-    assert_whole(y, plain(x), **CLOSE)
+    assert_full(y, plain(x), **CLOSE)
     loss = y.pow(2).sum()
     with Collectives(mesh) as count, tessera.implicit_communication("forbidden"):
         loss.backward()
@@ -359,7 +359,7 @@ def test_norms_along_sequences(norm, local, dim):
         if local:
             y = DTensor.from_local(y, mesh, [Shard(dim)])
         assert y.placements == (Shard(dim),)
-        assert_whole(y, plain(x), **CLOSE)
+        assert_full(y, plain(x), **CLOSE)
         y.pow(2).sum().backward()
         plain(x).pow(2).sum().backward()
         assert_same_gradients(model, plain)
@@ -375,18 +375,18 @@ def test_uneven_parts_of_sequences(length):
     part = distribute_tensor(x, mesh, [Shard(1)]).to_local()
     y = model(part)
     assert y.placements == (Shard(1),)
-    assert_whole(y, plain(x), **CLOSE)
+    assert_full(y, plain(x), **CLOSE)
     y.pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
     assert_same_gradients(model, plain)
     # What a layer is given of its input counts too, and of an input that is prepared.
     plain, model = filled(nn.Linear(8, 8)), filled(nn.Linear(8, 8))
     parallelize_module(model, mesh, ColwiseParallel(input_layouts=Shard(1), use_local_output=False))
-    assert_whole(model(part), plain(x), **CLOSE)
+    assert_full(model(part), plain(x), **CLOSE)
     model = parallelize_module(
         nn.Identity(), mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     )
-    assert_whole(model(part), x)
+    assert_full(model(part), x)
 
 
 @on_ranks()
@@ -406,7 +406,7 @@ def test_dropout_along_sequences():
     kept = (y != 0).float().mean().item()
     assert 0.3 < kept < 0.7 and y.max().item() == 2
     model.eval()
-    assert_whole(model(torch.ones(2, 12, 8)), torch.ones(2, 48, 8))
+    assert_full(model(torch.ones(2, 12, 8)), torch.ones(2, 48, 8))
 
 
 @on_ranks(2)
@@ -433,7 +433,7 @@ def test_inputs_are_prepared():
         Recorder(), mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     )
     model(part)
-    assert_whole(model.args[0], part.repeat(4, 1))
+    assert_full(model.args[0], part.repeat(4, 1))
     assert model.args[0].placements == (Replicate(),)
     model(distribute_tensor(values(8, 4), mesh, [Shard(1)]))
     assert model.args[0].placements == (Replicate(),)
@@ -637,7 +637,7 @@ def test_a_style_of_ones_own():
     mesh = init_device_mesh("cpu", (2,))
     plain = filled(nn.Linear(4, 4))
     model = parallelize_module(filled(nn.Linear(4, 4)), mesh, Twice())
-    assert_whole(model(distribute_tensor(values(3, 4), mesh)), plain(values(3, 4)) * 2)
+    assert_full(model(distribute_tensor(values(3, 4), mesh)), plain(values(3, 4)) * 2)
 
 
 # --- meshes of several dims ----------------------------------------------------------------------------------------------------
@@ -657,7 +657,7 @@ def test_a_mesh_of_two_dims():
     with Collectives(mesh) as forward:
         y = model(distribute_tensor(x, mesh, [Shard(0), Replicate()]))
     assert forward == 1 and y.placements == (Shard(0), Replicate())
-    assert_whole(y, plain(x), **CLOSE)
+    assert_full(y, plain(x), **CLOSE)
     y.pow(2).mean().backward()
     plain(x).pow(2).mean().backward()
     assert_same_gradients(model, plain)

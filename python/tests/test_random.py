@@ -12,7 +12,7 @@ import tessera
 from tessera import Partial, Replicate, Shard
 
 
-def whole(tensor):
+def unsharded(tensor):
     return tensor.full_tensor() if isinstance(tensor, tessera.DTensor) else tensor
 
 
@@ -21,7 +21,7 @@ def on_one_rank(function):
 
     def main():
         tessera.manual_seed(7)
-        return whole(function(tessera.init_device_mesh("cpu", (1,)), [Replicate()]))
+        return unsharded(function(tessera.init_device_mesh("cpu", (1,)), [Replicate()]))
 
     return tessera.run(1, main)[0]
 
@@ -33,7 +33,7 @@ def expect_the_same_everywhere(function, shape, partial=True, exact=True):
         for mesh in meshes():
             for placements in placements_of(torch.empty(shape), mesh, partial):
                 tessera.manual_seed(7, mesh)
-                found = whole(function(mesh, placements))
+                found = unsharded(function(mesh, placements))
                 assert (
                     torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-6)
                 ), (mesh, placements)
@@ -107,7 +107,7 @@ def test_attention(p):
         mesh = tessera.init_device_mesh("cpu", (4,))
         for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
             tessera.manual_seed(7, mesh)
-            torch.testing.assert_close(whole(attend(mesh, [placement])), expected)
+            torch.testing.assert_close(unsharded(attend(mesh, [placement])), expected)
 
     tessera.run(4, main)
 
@@ -124,7 +124,7 @@ def test_factories_are_the_plain_ones():
                 ]
                 tessera.manual_seed(1)
                 expected = [tessera.random.rand(5, 3), tessera.random.randn(5, 3, dtype=torch.float64)]
-                assert all(map(torch.equal, map(whole, found), expected))
+                assert all(map(torch.equal, map(unsharded, found), expected))
                 assert found[0].placements == placements
         tessera.manual_seed(2)
         return tessera.random.randint(0, 9, (4,)), tessera.random.randperm(9)
@@ -144,8 +144,8 @@ def test_dropout_and_its_gradient_agree():
         with tessera.implicit_communication("forbidden"):
             y = F.dropout(x, 0.5)
         y.sum().backward()
-        assert torch.equal(whole(y.detach()), whole(x.grad))
-        masks.append(whole(y.detach()))
+        assert torch.equal(unsharded(y.detach()), unsharded(x.grad))
+        masks.append(unsharded(y.detach()))
     assert all(torch.equal(mask, masks[0]) for mask in masks)
     assert 0 < (masks[0] == 0).sum() < 48
 
@@ -166,7 +166,7 @@ def test_what_is_recomputed_draws_the_same_numbers(reentrant):
             y = checkpoint(layer, y, use_reentrant=reentrant) if recompute else layer(y)
         y = F.dropout(y, 0.5)
         y.sum().backward()
-        return whole(weight.grad), whole(x.grad), tessera.random.get_rng_state().tolist()
+        return unsharded(weight.grad), unsharded(x.grad), tessera.random.get_rng_state().tolist()
 
     for recomputed, kept in zip(tessera.run(4, gradient, True), tessera.run(4, gradient, False)):
         torch.testing.assert_close(recomputed[:2], kept[:2])
@@ -178,16 +178,16 @@ def test_states():
     mesh = tessera.init_device_mesh("cpu", (4,))
     tessera.manual_seed(4)
     before = tessera.random.get_rng_state()
-    first = whole(tessera.rand(5, device_mesh=mesh, placements=[Shard(0)]))
-    second = whole(tessera.rand(5, device_mesh=mesh, placements=[Shard(0)]))
+    first = unsharded(tessera.rand(5, device_mesh=mesh, placements=[Shard(0)]))
+    second = unsharded(tessera.rand(5, device_mesh=mesh, placements=[Shard(0)]))
     with tessera.random.replay(before):
         assert torch.equal(tessera.random.rand(5), first)
-    third = whole(tessera.rand(5, device_mesh=mesh))
+    third = unsharded(tessera.rand(5, device_mesh=mesh))
     file = io.BytesIO()
     torch.save(before, file)
     file.seek(0)
     tessera.random.set_rng_state(torch.load(file))
-    assert [whole(tessera.rand(5, device_mesh=mesh)).tolist() for _ in range(3)] == [
+    assert [unsharded(tessera.rand(5, device_mesh=mesh)).tolist() for _ in range(3)] == [
         first.tolist(),
         second.tolist(),
         third.tolist(),
@@ -201,10 +201,10 @@ def test_states():
     assert not torch.equal(other, first)
     # As torch's own functions have them.
     torch.manual_seed(4)
-    assert torch.equal(whole(tessera.rand(5, device_mesh=mesh)), first)
+    assert torch.equal(unsharded(tessera.rand(5, device_mesh=mesh)), first)
     with torch.random.fork_rng(devices=[]):
-        assert torch.equal(whole(tessera.rand(5, device_mesh=mesh)), second)
-    assert torch.equal(whole(tessera.rand(5, device_mesh=mesh)), second)
+        assert torch.equal(unsharded(tessera.rand(5, device_mesh=mesh)), second)
+    assert torch.equal(unsharded(tessera.rand(5, device_mesh=mesh)), second)
     tessera.manual_seed(-1)
     assert tessera.random.is_rng_supported_mesh(mesh)
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from ranks import Collectives, assert_whole, meshes, on_ranks, placements_of, values
+from ranks import Collectives, assert_full, meshes, on_ranks, placements_of, values
 from tessera.experimental import implicit_replication
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -18,9 +18,9 @@ import tessera
 from tessera import DTensor, Partial, Replicate, Shard, _StridedShard
 
 
-def partial(whole, mesh):
+def partial(full, mesh):
     """Its local tensors differ from rank to rank."""
-    return tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim).redistribute(
+    return tessera.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim).redistribute(
         placements=[Partial()] * mesh.ndim
     )
 
@@ -28,49 +28,49 @@ def partial(whole, mesh):
 @on_ranks()
 def test_numbers_and_partial_sums():
     for mesh in meshes():
-        whole = values(6, 5)
-        x = partial(whole, mesh)
-        assert_whole(x + 1, whole + 1)
-        assert_whole(1 - x, 1 - whole)
+        full = values(6, 5)
+        x = partial(full, mesh)
+        assert_full(x + 1, full + 1)
+        assert_full(1 - x, 1 - full)
         for factor in (2.0, 3.0, -1.5, 0.0):
-            assert_whole(x * factor, whole * factor)
-            assert_whole(x * torch.tensor(factor), whole * factor)
-            assert_whole(x.mul_(1.0), whole)
-        assert_whole(x / 4, whole / 4)
-        assert x.sum().item() == pytest.approx(whole.sum().item(), abs=1e-4)
-        assert x[0, 0].item() == pytest.approx(whole[0, 0].item(), abs=1e-6)
-        assert_whole(x.max(), whole.max())
-        assert_whole(x.min(), whole.min())
-        assert_whole(x.norm(), whole.norm())
-        assert_whole(torch.linalg.vector_norm(x, 3), torch.linalg.vector_norm(whole, 3))
-        assert_whole(x.abs(), whole.abs())
-        assert_whole(x.to(torch.float64), whole.to(torch.float64))
-        assert_whole(x.clamp_(-0.5, 0.5), whole.clamp(-0.5, 0.5))
+            assert_full(x * factor, full * factor)
+            assert_full(x * torch.tensor(factor), full * factor)
+            assert_full(x.mul_(1.0), full)
+        assert_full(x / 4, full / 4)
+        assert x.sum().item() == pytest.approx(full.sum().item(), abs=1e-4)
+        assert x[0, 0].item() == pytest.approx(full[0, 0].item(), abs=1e-6)
+        assert_full(x.max(), full.max())
+        assert_full(x.min(), full.min())
+        assert_full(x.norm(), full.norm())
+        assert_full(torch.linalg.vector_norm(x, 3), torch.linalg.vector_norm(full, 3))
+        assert_full(x.abs(), full.abs())
+        assert_full(x.to(torch.float64), full.to(torch.float64))
+        assert_full(x.clamp_(-0.5, 0.5), full.clamp(-0.5, 0.5))
         assert x.placements == (Partial(),) * mesh.ndim
 
 
 @on_ranks()
 def test_views_that_regroup_a_cut_dim():
     for mesh in meshes():
-        whole = values(12, 8)
-        for placements in placements_of(whole, mesh):
-            x = tessera.distribute_tensor(whole, mesh, placements)
+        full = values(12, 8)
+        for placements in placements_of(full, mesh):
+            x = tessera.distribute_tensor(full, mesh, placements)
             for shape in ((16, 6), (96,), (3, 4, 8), (12, 2, 4), (2, 6, 2, 4), (4, 24)):
-                assert_whole(x.view(shape), whole.view(shape))
+                assert_full(x.view(shape), full.view(shape))
 
 
 @on_ranks()
 def test_shapes_changed_in_place():
     for mesh in meshes():
-        whole = values(1, 5, 1, 3)
-        x = tessera.distribute_tensor(whole, mesh, [Shard(1)] * mesh.ndim)
+        full = values(1, 5, 1, 3)
+        x = tessera.distribute_tensor(full, mesh, [Shard(1)] * mesh.ndim)
         x.squeeze_(0)
         assert x.shape == (5, 1, 3) and x.placements == (Shard(0),) * mesh.ndim
-        assert_whole(x, whole.squeeze(0))
+        assert_full(x, full.squeeze(0))
         x.squeeze_().unsqueeze_(0)
-        assert_whole(x, whole.squeeze().unsqueeze(0))
+        assert_full(x, full.squeeze().unsqueeze(0))
         x.transpose_(0, 1)
-        assert_whole(x, whole.squeeze().unsqueeze(0).transpose(0, 1))
+        assert_full(x, full.squeeze().unsqueeze(0).transpose(0, 1))
 
 
 @on_ranks()
@@ -85,17 +85,17 @@ def test_writes_into_slices_of_a_cut_dim():
                 (2, 3),
                 (..., -1),
             ):
-                whole, x = values(6, 5), tessera.distribute_tensor(values(6, 5), mesh, placements)
-                whole[index] = 7.0
+                full, x = values(6, 5), tessera.distribute_tensor(values(6, 5), mesh, placements)
+                full[index] = 7.0
                 x[index] = 7.0
-                assert_whole(x, whole)
-                whole[index] += 1.0
+                assert_full(x, full)
+                full[index] += 1.0
                 x[index] += 1.0
-                assert_whole(x, whole)
-                given = values(*whole[index].shape, seed=3)
-                whole[index] = given
+                assert_full(x, full)
+                given = values(*full[index].shape, seed=3)
+                full[index] = given
                 x[index] = tessera.distribute_tensor(given, mesh)
-                assert_whole(x, whole)
+                assert_full(x, full)
                 assert x.placements == placements
 
 
@@ -113,7 +113,7 @@ def test_gradients_of_writes_into_slices():
                 y[:, 2].mul_(0.5)
                 (y**2).sum().backward()
                 gradients.append(start.grad)
-            assert_whole(gradients[1], gradients[0])
+            assert_full(gradients[1], gradients[0])
 
 
 @on_ranks()
@@ -121,21 +121,21 @@ def test_scatter_and_index_put():
     index = torch.tensor([[0, 2, 1], [4, 0, 3], [1, 1, 0]])
     for mesh in meshes():
         for placements in placements_of(values(6, 5), mesh):
-            whole, x = values(6, 5), tessera.distribute_tensor(values(6, 5), mesh, placements)
+            full, x = values(6, 5), tessera.distribute_tensor(values(6, 5), mesh, placements)
             distributed = tessera.distribute_tensor(index, mesh)
             source = tessera.distribute_tensor(values(3, 3), mesh)
-            assert_whole(x.scatter(1, distributed, source), whole.scatter(1, index, values(3, 3)))
-            assert_whole(x.scatter_add(0, distributed, source), whole.scatter_add(0, index, values(3, 3)))
-            assert_whole(x.scatter_(1, distributed, 9.0), whole.scatter_(1, index, 9.0))
+            assert_full(x.scatter(1, distributed, source), full.scatter(1, index, values(3, 3)))
+            assert_full(x.scatter_add(0, distributed, source), full.scatter_add(0, index, values(3, 3)))
+            assert_full(x.scatter_(1, distributed, 9.0), full.scatter_(1, index, 9.0))
             rows, columns = torch.tensor([0, 5, 2]), torch.tensor([1, 1, 4])
             place = tuple(tessera.distribute_tensor(i, mesh) for i in (rows, columns))
             x[place] = tessera.distribute_tensor(values(3), mesh)
-            whole[rows, columns] = values(3)
-            assert_whole(x, whole)
-            assert_whole(x[[0, 5, 2]], whole[[0, 5, 2]])
+            full[rows, columns] = values(3)
+            assert_full(x, full)
+            assert_full(x[[0, 5, 2]], full[[0, 5, 2]])
             x[[1, 3]] = 0.0
-            whole[[1, 3]] = 0.0
-            assert_whole(x, whole)
+            full[[1, 3]] = 0.0
+            assert_full(x, full)
             assert x.placements == placements
 
 
@@ -158,7 +158,7 @@ def test_convolution_and_its_gradients():
                 (y**2).sum().backward()
                 results.append([y.detach(), x.grad, weight.grad, bias.grad])
             for ours, theirs in zip(results[1], results[0]):
-                assert_whole(ours, theirs, rtol=1e-3, atol=1e-3)
+                assert_full(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 LOSSES = {
@@ -187,10 +187,10 @@ def test_losses_on_five_elements_over_four_ranks(name):
                 loss = LOSSES[name](
                     x, tessera.distribute_tensor(target, mesh, [Shard(0)] * mesh.ndim), reduction
                 )
-                assert_whole(loss.detach(), expected.detach())
+                assert_full(loss.detach(), expected.detach())
                 expected.sum().backward()
                 loss.sum().backward()
-                assert_whole(x.grad, plain.grad)
+                assert_full(x.grad, plain.grad)
 
 
 @on_ranks()
@@ -205,7 +205,7 @@ def test_attention_with_a_cut_sequence():
                     (y**2).sum().backward()
                     results.append([y.detach(), q.grad, k.grad, v.grad])
                 for ours, theirs in zip(results[1], results[0]):
-                    assert_whole(ours, theirs, rtol=1e-3, atol=1e-4)
+                    assert_full(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @on_ranks()
@@ -214,16 +214,16 @@ def test_tensors_without_dims_or_elements():
         for placement in (Replicate(), Partial()):
             x = tessera.distribute_tensor(torch.tensor(3.0), mesh, [placement] * mesh.ndim).requires_grad_()
             (x * x + 1).backward()
-            assert_whole(x.grad, torch.tensor(6.0))
+            assert_full(x.grad, torch.tensor(6.0))
             assert x.item() == 3.0 and x.shape == ()
         for shape in ((0,), (0, 3), (3, 0)):
             for placements in placements_of(torch.empty(shape), mesh):
                 x = tessera.distribute_tensor(torch.empty(shape), mesh, placements).requires_grad_()
-                assert_whole(x.sum().detach(), torch.tensor(0.0))
-                assert_whole((x * 2).detach(), torch.empty(shape))
-                assert_whole(x.mean().detach(), torch.tensor(float("nan")), equal_nan=True)
+                assert_full(x.sum().detach(), torch.tensor(0.0))
+                assert_full((x * 2).detach(), torch.empty(shape))
+                assert_full(x.mean().detach(), torch.tensor(float("nan")), equal_nan=True)
                 (x * 2).sum().backward()
-                assert_whole(x.grad, torch.zeros(shape))
+                assert_full(x.grad, torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
@@ -242,19 +242,19 @@ def test_tensors_without_dims_or_elements():
 @on_ranks()
 def test_dtypes(dtype):
     for mesh in meshes():
-        whole = (values(6, 5) * 3).to(dtype)
-        for placements in placements_of(whole, mesh, partial=dtype is not torch.bool):
-            x = tessera.distribute_tensor(whole, mesh, placements)
-            assert_whole(x, whole)
-            assert_whole(x.T, whole.T)
-            assert_whole(x == x, whole == whole)
-            assert_whole(x.sum(0), whole.sum(0), rtol=0.02, atol=0.05)
+        full = (values(6, 5) * 3).to(dtype)
+        for placements in placements_of(full, mesh, partial=dtype is not torch.bool):
+            x = tessera.distribute_tensor(full, mesh, placements)
+            assert_full(x, full)
+            assert_full(x.T, full.T)
+            assert_full(x == x, full == full)
+            assert_full(x.sum(0), full.sum(0), rtol=0.02, atol=0.05)
             if dtype is not torch.bool:
-                assert_whole(x + x, whole + whole)
-                assert_whole(x * x, whole * whole, rtol=0.02, atol=0.02)
-                assert_whole(
+                assert_full(x + x, full + full)
+                assert_full(x * x, full * full, rtol=0.02, atol=0.02)
+                assert_full(
                     x.to(torch.float32) if not dtype.is_complex else x.real,
-                    whole.to(torch.float32) if not dtype.is_complex else whole.real,
+                    full.to(torch.float32) if not dtype.is_complex else full.real,
                 )
 
 
@@ -278,9 +278,9 @@ def test_clipping_gradients_of_parameters_on_different_meshes(foreach, order):
         for parameter in parameters:
             (parameter**3).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
-    assert_whole(torch.nn.utils.clip_grad_norm_(ours, 0.5, norm_type=order, foreach=foreach), expected)
+    assert_full(torch.nn.utils.clip_grad_norm_(ours, 0.5, norm_type=order, foreach=foreach), expected)
     for a, b in zip(ours, plain):
-        assert_whole(a.grad, b.grad)
+        assert_full(a.grad, b.grad)
 
 
 @on_ranks()
@@ -296,23 +296,23 @@ def test_lists_of_mixed_placements():
             tessera.distribute_tensor(values(*s, seed=n + 9), mesh, p * mesh.ndim)
             for n, (s, p) in enumerate(zip(shapes, ([Replicate()], [Partial()], [Shard(1)], [Shard(0)])))
         ]
-        whole_a = [values(*s, seed=n) for n, s in enumerate(shapes)]
-        whole_b = [values(*s, seed=n + 9) for n, s in enumerate(shapes)]
+        full_a = [values(*s, seed=n) for n, s in enumerate(shapes)]
+        full_b = [values(*s, seed=n + 9) for n, s in enumerate(shapes)]
         for ours, theirs in (
-            (torch._foreach_add(a, b, alpha=2), torch._foreach_add(whole_a, whole_b, alpha=2)),
-            (torch._foreach_mul(a, 3.0), torch._foreach_mul(whole_a, 3.0)),
-            (torch._foreach_add(a, 1.0), torch._foreach_add(whole_a, 1.0)),
-            (torch._foreach_norm(a), torch._foreach_norm(whole_a)),
-            (torch._foreach_norm(a, float("inf")), torch._foreach_norm(whole_a, float("inf"))),
-            (torch._foreach_addcmul(a, b, b), torch._foreach_addcmul(whole_a, whole_b, whole_b)),
+            (torch._foreach_add(a, b, alpha=2), torch._foreach_add(full_a, full_b, alpha=2)),
+            (torch._foreach_mul(a, 3.0), torch._foreach_mul(full_a, 3.0)),
+            (torch._foreach_add(a, 1.0), torch._foreach_add(full_a, 1.0)),
+            (torch._foreach_norm(a), torch._foreach_norm(full_a)),
+            (torch._foreach_norm(a, float("inf")), torch._foreach_norm(full_a, float("inf"))),
+            (torch._foreach_addcmul(a, b, b), torch._foreach_addcmul(full_a, full_b, full_b)),
         ):
             for x, y in zip(ours, theirs):
-                assert_whole(x, y)
+                assert_full(x, y)
         before = [x.placements for x in a]
         torch._foreach_sub_(a, b)
-        torch._foreach_sub_(whole_a, whole_b)
-        for x, y, p in zip(a, whole_a, before):
-            assert_whole(x, y)
+        torch._foreach_sub_(full_a, full_b)
+        for x, y, p in zip(a, full_a, before):
+            assert_full(x, y)
             assert x.placements == p and isinstance(x, DTensor)
 
 
@@ -323,8 +323,8 @@ def test_stacking_many_tensors():
         tessera.distribute_tensor(values(3, seed=n), mesh, [Shard(0)], src_data_rank=None)
         for n in range(1000)
     ]
-    assert_whole(torch.stack(tensors), torch.stack([values(3, seed=n) for n in range(1000)]))
-    assert_whole(torch.cat(tensors), torch.cat([values(3, seed=n) for n in range(1000)]))
+    assert_full(torch.stack(tensors), torch.stack([values(3, seed=n) for n in range(1000)]))
+    assert_full(torch.cat(tensors), torch.cat([values(3, seed=n) for n in range(1000)]))
 
 
 DRAWS = {
@@ -376,29 +376,29 @@ def test_draws_that_one_device_refuses(name):
 def test_what_is_moved_is_not_autocast():
     """Libtorch refuses to join float16 where autocast is to bfloat16; ranks join what they move."""
     for mesh in meshes():
-        whole = values(8, 4).half()
+        full = values(8, 4).half()
         with torch.autocast("cpu", torch.bfloat16):
             for placements in (
                 [Shard(0)] * mesh.ndim,
                 [_StridedShard(0, split_factor=2)] + [Replicate()] * (mesh.ndim - 1),
             ):
-                x = tessera.distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                assert_whole(x, whole)
-                assert_whole(x.redistribute(placements=[Shard(1)] * mesh.ndim), whole)
-                assert_whole(x.flip(0), whole.flip(0))
-                assert_whole(x[[5, 0, 3]], whole[[5, 0, 3]])
+                x = tessera.distribute_tensor(full, mesh, placements, src_data_rank=None)
+                assert_full(x, full)
+                assert_full(x.redistribute(placements=[Shard(1)] * mesh.ndim), full)
+                assert_full(x.flip(0), full.flip(0))
+                assert_full(x[[5, 0, 3]], full[[5, 0, 3]])
 
 
 @on_ranks()
 def test_what_operators_are_computed_by_is_not_autocast():
     """Libtorch casts the arguments of baddbmm, but not where it writes into a tensor, as the functional operator is called for here."""
-    whole = values(2, 3, 3)
+    full = values(2, 3, 3)
     for mesh in meshes():
-        x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        x = tessera.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
         with torch.autocast("cpu", torch.bfloat16):
             out = torch.zeros_like(x)
             torch.baddbmm(x, x, x, out=out)
-            assert_whole(out, torch.baddbmm(whole, whole, whole, out=torch.zeros_like(whole)))
+            assert_full(out, torch.baddbmm(full, full, full, out=torch.zeros_like(full)))
             with pytest.raises(RuntimeError, match="dtype"):
                 torch.baddbmm(x, x, x, out=out.bfloat16())
 
@@ -407,11 +407,11 @@ def test_what_operators_are_computed_by_is_not_autocast():
 def test_as_strided_of_expanded_tensors():
     for mesh in meshes():
         for placements in placements_of(values(1, 20), mesh):
-            whole, x = (
+            full, x = (
                 values(1, 20).expand(3, 20),
                 tessera.distribute_tensor(values(1, 20), mesh, placements).expand(3, 20),
             )
-            assert_whole(x.as_strided((3, 4, 5), (0, 5, 1)), whole.as_strided((3, 4, 5), (0, 5, 1)))
+            assert_full(x.as_strided((3, 4, 5), (0, 5, 1)), full.as_strided((3, 4, 5), (0, 5, 1)))
 
 
 REFUSED = {
@@ -484,17 +484,17 @@ SEEN_BY_ONE = {
 @pytest.mark.parametrize("name", SEEN_BY_ONE)
 @on_ranks()
 def test_what_one_rank_alone_sees_is_refused_by_all(name):
-    whole = torch.zeros(8, 3, dtype=torch.int64)
-    whole[7] = 9
+    full = torch.zeros(8, 3, dtype=torch.int64)
+    full[7] = 9
     with pytest.raises(Exception) as expected:
-        SEEN_BY_ONE[name](values(8, 3), whole)
+        SEEN_BY_ONE[name](values(8, 3), full)
     for mesh in meshes():
-        index = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
+        index = tessera.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
         for placement in (Replicate(), Shard(0)):
             x = tessera.distribute_tensor(values(8, 3), mesh, [placement] * mesh.ndim)
             with pytest.raises(expected.type):
                 SEEN_BY_ONE[name](x, index)
-            assert_whole(x + 1, values(8, 3) + 1)  # the ranks are in step
+            assert_full(x + 1, values(8, 3) + 1)  # the ranks are in step
 
 
 @on_ranks()
@@ -504,7 +504,7 @@ def test_values_are_looked_at_by_ranks_that_hold_nothing():
         for index in ([0, 9], [0, -9]):
             with pytest.raises(IndexError):
                 x[:, index]
-        assert_whole(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
+        assert_full(x[:, [2, -1]], values(2, 3)[:, [2, -1]])
 
 
 DIVISIONS = {
@@ -523,9 +523,9 @@ def test_all_ranks_refuse_to_divide_integers_by_zero(name):
     divide = DIVISIONS[name]
     for mesh in meshes():
         for rows in (2, 8):
-            whole = torch.arange(rows * 3).view(rows, 3) - 2
-            x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
-            zeros = torch.ones_like(whole)
+            full = torch.arange(rows * 3).view(rows, 3) - 2
+            x = tessera.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
+            zeros = torch.ones_like(full)
             zeros[0, 0] = 0
             for divisor in (0, torch.tensor(0), zeros, zeros[:1]):
                 of_one, placed = divisor, divisor
@@ -537,14 +537,14 @@ def test_all_ranks_refuse_to_divide_integers_by_zero(name):
                         divide(x, placed)
                     result = divide(x.double(), placed)
                 assert count == 0
-                assert_whole(nonzero, divide(whole, of_one + 2))
-                assert_whole(result, divide(whole.double(), of_one), equal_nan=True)
+                assert_full(nonzero, divide(full, of_one + 2))
+                assert_full(result, divide(full.double(), of_one), equal_nan=True)
             if name != "in place":
-                assert_whole(divide(x, 0.0), divide(whole, 0.0), equal_nan=True)
+                assert_full(divide(x, 0.0), divide(full, 0.0), equal_nan=True)
                 zero = torch.tensor(0.0)
-                assert_whole(divide(x, zero), divide(whole, zero), equal_nan=True)
-        empty = tessera.distribute_tensor(whole[:0], mesh, [Shard(0)] * mesh.ndim)
-        assert_whole(divide(empty, 0), divide(whole[:0], 0))
+                assert_full(divide(x, zero), divide(full, zero), equal_nan=True)
+        empty = tessera.distribute_tensor(full[:0], mesh, [Shard(0)] * mesh.ndim)
+        assert_full(divide(empty, 0), divide(full[:0], 0))
 
 
 @on_ranks()
@@ -553,21 +553,21 @@ def test_all_ranks_refuse_to_unravel_into_nothing():
         x = tessera.distribute_tensor(torch.arange(2), mesh, [Shard(0)] * mesh.ndim)
         with pytest.raises(RuntimeError):
             torch.unravel_index(x, (3, 0))
-        assert_whole(torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([[0, 0], [0, 1]]))
+        assert_full(torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([[0, 0], [0, 1]]))
 
 
 def test_agreeing_on_a_refusal_is_implicit_communication():
-    whole = torch.zeros(8, 3, dtype=torch.int64)
-    whole[7] = 9
+    full = torch.zeros(8, 3, dtype=torch.int64)
+    full[7] = 9
 
     def main(mode):
         mesh = tessera.init_device_mesh("cpu", (4,))
         x = tessera.distribute_tensor(values(8, 3), mesh, [Shard(0)])
-        index = tessera.distribute_tensor(whole, mesh, [Shard(0)])
+        index = tessera.distribute_tensor(full, mesh, [Shard(0)])
         with Collectives(mesh) as count, tessera.implicit_communication(mode):
             found = x.gather(1, index.clamp(max=2))
         assert count == (0 if mode == "forbidden" else 1)
-        assert_whole(found, values(8, 3).gather(1, whole.clamp(max=2)))
+        assert_full(found, values(8, 3).gather(1, full.clamp(max=2)))
         # Where it is forbidden, each rank refuses what it sees by itself.
         sees_it = mode != "forbidden" or tessera.get_rank() == 3
         with (
@@ -605,7 +605,7 @@ def test_double_gradients_are_distributed(name):
                 values(5, 3, dtype=torch.float64), mesh, placements
             ).requires_grad_()
             for found, each in zip(gradients(x), expected):
-                assert_whole(found.detach(), each.detach())
+                assert_full(found.detach(), each.detach())
 
 
 @on_ranks()
@@ -613,7 +613,7 @@ def test_the_gradient_of_sgn_is_distributed():
     for mesh in meshes():
         x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
         torch.sgn(x).sum().backward()
-        assert_whole(x.grad, torch.zeros(5, 3))
+        assert_full(x.grad, torch.zeros(5, 3))
 
 
 TANGENTS = {
@@ -639,15 +639,15 @@ def test_forward_mode_of_products(name, of_both):
             )
             return forward_ad.unpack_dual(result).tangent.detach().clone()
 
-    whole = [values(2, 4, 3), values(3, 3, seed=1), values(2, 4, 3, seed=2), values(3, 3, seed=3)]
-    expected = tangent(*whole)
+    full = [values(2, 4, 3), values(3, 3, seed=1), values(2, 4, 3, seed=2), values(3, 3, seed=3)]
+    expected = tangent(*full)
     for mesh in meshes():
         for placement in (Replicate(), Shard(0), Shard(1)):
             for grad in (False, True):
-                given = [tessera.distribute_tensor(each, mesh, [placement] * mesh.ndim) for each in whole]
+                given = [tessera.distribute_tensor(each, mesh, [placement] * mesh.ndim) for each in full]
                 for each in given[:2]:
                     each.requires_grad_(grad)
-                assert_whole(tangent(*given), expected)
+                assert_full(tangent(*given), expected)
 
 
 @on_ranks()
@@ -656,36 +656,36 @@ def test_jvp_of_a_function_that_closes_over_a_distributed_tensor():
     for mesh in meshes():
         placed = [tessera.distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim) for each in (x, w, v)]
         value, tangent = torch.func.jvp(lambda each: each.mm(placed[1]), (placed[0],), (placed[2],))
-        assert_whole(value, x.mm(w))
-        assert_whole(tangent, v.mm(w))
+        assert_full(value, x.mm(w))
+        assert_full(tangent, v.mm(w))
 
 
 @on_ranks()
 def test_forward_mode_through_placements():
-    whole, direction = values(8, 4), values(8, 4, seed=1)
+    full, direction = values(8, 4), values(8, 4, seed=1)
     for mesh in meshes():
         kinds = (Replicate(), Shard(0), Shard(1), Partial())
         for placements in ([kind] * mesh.ndim for kind in kinds):
             for target in ([kind] * mesh.ndim for kind in kinds):
-                x = tessera.distribute_tensor(whole, mesh, placements).requires_grad_()
+                x = tessera.distribute_tensor(full, mesh, placements).requires_grad_()
                 for of_tangent in (placements, [Replicate()] * mesh.ndim):
                     v = tessera.distribute_tensor(direction, mesh, of_tangent)
                     with forward_ad.dual_level():
                         moved = forward_ad.make_dual(x, v).redistribute(placements=target)
                         assert moved.placements == tuple(target)
-                        again = DTensor.from_local(moved.to_local(), mesh, target, shape=whole.shape)
+                        again = DTensor.from_local(moved.to_local(), mesh, target, shape=full.shape)
                         for dual in (moved, again):
                             primal, tangent = forward_ad.unpack_dual(dual)
-                            assert_whole(primal.detach(), whole)
-                            assert_whole(tangent.detach(), direction)
+                            assert_full(primal.detach(), full)
+                            assert_full(tangent.detach(), direction)
                         primal, tangent = forward_ad.unpack_dual(moved.full_tensor())
-                        torch.testing.assert_close(primal.detach(), whole)
+                        torch.testing.assert_close(primal.detach(), full)
                         torch.testing.assert_close(tangent.detach(), direction)
                         (gradient,) = torch.autograd.grad(
                             (forward_ad.unpack_dual(moved).primal * x.detach()).sum(), x
                         )
-                        assert_whole(gradient, whole)
-        maximum = DTensor.from_local(whole, mesh, [Partial("max")] * mesh.ndim)
+                        assert_full(gradient, full)
+        maximum = DTensor.from_local(full, mesh, [Partial("max")] * mesh.ndim)
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match="not linear"):
             forward_ad.make_dual(maximum, maximum).redistribute(placements=[Replicate()] * mesh.ndim)
 
@@ -724,9 +724,9 @@ def test_integers_wrap_as_on_one_device():
     """Also if they are sums that have yet to be reduced."""
     for mesh in meshes():
         for dtype in (torch.int8, torch.uint8, torch.int32):
-            whole = torch.full((8,), torch.iinfo(dtype).max - 3, dtype=dtype)
-            x = tessera.distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim)
-            assert_whole(torch.trapezoid(x), torch.trapezoid(whole))
+            full = torch.full((8,), torch.iinfo(dtype).max - 3, dtype=dtype)
+            x = tessera.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
+            assert_full(torch.trapezoid(x), torch.trapezoid(full))
             for operator in (
                 lambda t: t * 0.5,
                 lambda t: t / 2,
@@ -737,11 +737,11 @@ def test_integers_wrap_as_on_one_device():
                 lambda t: t.to(torch.float64),
                 lambda t: t.sum(dtype=torch.float32),
             ):
-                total = tessera.distribute_tensor(whole.view(4, 2), mesh, [Shard(0)] * mesh.ndim).sum(
+                total = tessera.distribute_tensor(full.view(4, 2), mesh, [Shard(0)] * mesh.ndim).sum(
                     0, dtype=dtype
                 )
                 assert total.placements == (Partial(),) * mesh.ndim
-                assert_whole(operator(total), operator(whole.view(4, 2).sum(0, dtype=dtype)))
+                assert_full(operator(total), operator(full.view(4, 2).sum(0, dtype=dtype)))
 
 
 MODES = {
@@ -756,11 +756,11 @@ MODES = {
 @on_ranks()
 def test_pooling_of_sequences_that_need_no_gradients(mode):
     for mesh in meshes():
-        whole = values(4, 6, 16)
-        for placements in placements_of(whole, mesh):
+        full = values(4, 6, 16)
+        for placements in placements_of(full, mesh):
             with MODES[mode]():
-                x = tessera.distribute_tensor(whole, mesh, placements)
-                assert_whole(F.max_pool1d(x, 3, padding=1), F.max_pool1d(whole, 3, padding=1))
+                x = tessera.distribute_tensor(full, mesh, placements)
+                assert_full(F.max_pool1d(x, 3, padding=1), F.max_pool1d(full, 3, padding=1))
 
 
 POOLING = {
@@ -797,34 +797,34 @@ def test_double_backward_through_pooling(name):
                 (first,) = torch.autograd.grad((POOLING[name](x) ** power).sum(), x, create_graph=True)
                 (first**2).sum().backward()
                 gradients.append(x.grad)
-            assert_whole(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
+            assert_full(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
 
 
 @on_ranks()
 def test_a_view_of_what_changes_its_shape_in_place():
     for mesh in meshes():
         for placements in placements_of(values(8, 6), mesh, partial=False):
-            whole, x = values(8, 6), tessera.distribute_tensor(values(8, 6), mesh, placements)
+            full, x = values(8, 6), tessera.distribute_tensor(values(8, 6), mesh, placements)
             views = []
-            for a in (whole, x):
+            for a in (full, x):
                 view = a[1:3]
                 a.t_()
                 view.zero_()
                 views.append(view)
-            assert_whole(x, whole)
-            whole.add_(1)
+            assert_full(x, full)
+            full.add_(1)
             x.add_(1)
-            assert_whole(views[1], views[0])
+            assert_full(views[1], views[0])
 
 
 @on_ranks()
 def test_writes_through_a_diagonal_of_what_was_expanded():
     for mesh in meshes():
         for placements in placements_of(values(8, 1), mesh, partial=False):
-            whole, x = values(8, 1), tessera.distribute_tensor(values(8, 1), mesh, placements)
-            for a in (whole, x):
+            full, x = values(8, 1), tessera.distribute_tensor(values(8, 1), mesh, placements)
+            for a in (full, x):
                 a.expand(8, 8).diagonal().mul_(2)
-            assert_whole(x, whole)
+            assert_full(x, full)
 
 
 @pytest.mark.parametrize("layer", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
@@ -849,7 +849,7 @@ def test_packed_sequences(layer):
                 (y**2).sum().backward()
                 results.append([y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())])
             for ours, theirs in zip(results[1], results[0], strict=True):
-                assert_whole(ours, theirs, rtol=1e-3, atol=1e-4)
+                assert_full(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @on_ranks()
@@ -875,7 +875,7 @@ def test_deep_copies_share_memory_as_what_they_are_copies_of():
                     made[4].sub_(1)
                     results.append([*tensors, *(made[index] for index in range(5))])
                 for ours, theirs in zip(results[1], results[0]):
-                    assert_whole(ours, theirs)
+                    assert_full(ours, theirs)
 
 
 @on_ranks()
@@ -906,7 +906,7 @@ def test_parametrizations_of_a_distributed_weight():
                 parametrize.remove_parametrizations(module, "weight")
                 results[-1].append(module.weight.detach())
             for ours, theirs in zip(results[1], results[0], strict=True):
-                assert_whole(ours, theirs, rtol=1e-3, atol=1e-4)
+                assert_full(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 WRITES = {
@@ -945,8 +945,8 @@ def test_gradients_of_tensors_that_cat_leaves_out():
         x = tessera.distribute_tensor(values(4, 3), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
         empty = tessera.distribute_tensor(torch.empty(0), mesh).requires_grad_()
         (torch.cat([empty, x, empty * 2]).sum() + (empty * 3).sum()).backward()
-        assert_whole(empty.grad, torch.empty(0))
-        assert_whole(x.grad, torch.ones(4, 3))
+        assert_full(empty.grad, torch.empty(0))
+        assert_full(x.grad, torch.ones(4, 3))
 
 
 TRANSFORMS = {
@@ -967,8 +967,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_torch_func_through_placements(name):
     """Redistributed, to local tensors and back, inside a transform of torch.func."""
-    whole, direction = values(8, 4), values(8, 4, seed=1)
-    expected = TRANSFORMS[name](lambda t: t * t.sin(), whole, direction)
+    full, direction = values(8, 4), values(8, 4, seed=1)
+    expected = TRANSFORMS[name](lambda t: t * t.sin(), full, direction)
     kinds = (Replicate(), Shard(0), Shard(1))
 
     def through(target, t):
@@ -976,14 +976,14 @@ def test_torch_func_through_placements(name):
         moved = (t * 1).redistribute(mesh, placements=target)
         assert moved.placements == tuple(target)
         local = moved.to_local()
-        again = DTensor.from_local(local * local.sin(), mesh, target, shape=whole.shape)
+        again = DTensor.from_local(local * local.sin(), mesh, target, shape=full.shape)
         return again.redistribute(placements=t.placements)
 
     def main():
         for mesh in meshes():
             for placements, target in itertools.permutations([[kind] * mesh.ndim for kind in kinds], 2):
-                x, v = (tessera.distribute_tensor(each, mesh, placements) for each in (whole, direction))
-                assert_whole(TRANSFORMS[name](functools.partial(through, target), x, v), expected)
+                x, v = (tessera.distribute_tensor(each, mesh, placements) for each in (full, direction))
+                assert_full(TRANSFORMS[name](functools.partial(through, target), x, v), expected)
 
     tessera.run(4, main, timeout=60)
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from models import MLP, filled
-from ranks import Collectives, assert_whole, on_ranks, values
+from ranks import Collectives, assert_full, on_ranks, values
 from tessera.parallel import (
     ColwiseParallel,
     ReplicatedModule,
@@ -45,14 +45,14 @@ def expected_gradients(x):
     return {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
-def whole(tensor):
+def unsharded(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_gradients(model, expected):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
-            whole(parameter.grad), expected[name], **CLOSE, msg=lambda text: f"{name}: {text}"
+            unsharded(parameter.grad), expected[name], **CLOSE, msg=lambda text: f"{name}: {text}"
         )
 
 
@@ -243,7 +243,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(megabytes, distributed, cle
     model.mlps[0](model.norm(part)).pow(2).mean().backward()
     plain.mlps[0](plain.norm(x)).pow(2).mean().backward()
     for parameter in model.mlps[2].parameters():
-        assert parameter.grad is None if clear else not whole(parameter.grad).count_nonzero()
+        assert parameter.grad is None if clear else not unsharded(parameter.grad).count_nonzero()
     loss_of(model, part).backward()
     loss_of(plain, x).backward()
     assert_gradients(model, {name: parameter.grad for name, parameter in plain.named_parameters()})
@@ -288,7 +288,7 @@ def test_types_go_separately_and_uneven_parts_work():
     (weights * loss(model)).sum().backward()
     (torch.tensor([1.0, 2.0]).double() * loss(plain)).sum().backward()
     for ours, theirs in zip(model, plain):
-        assert_whole(ours.grad, theirs.grad, **CLOSE)
+        assert_full(ours.grad, theirs.grad, **CLOSE)
         assert ours.grad.placements == ours.placements
 
 
@@ -330,5 +330,5 @@ def test_training_equals_one_device(distributed):
             nn.utils.clip_grad_norm_(network.parameters(), 0.1)
             optimiser.step()
     for ours, theirs in itertools.zip_longest(model.parameters(), plain.parameters()):
-        whole = ours.full_tensor() if distributed else ours
-        torch.testing.assert_close(whole, theirs, rtol=1e-3, atol=1e-4)
+        unsharded = ours.full_tensor() if distributed else ours
+        torch.testing.assert_close(unsharded, theirs, rtol=1e-3, atol=1e-4)

@@ -78,19 +78,19 @@ def test_collectives_that_do_not_fit_are_an_error():
 @on_ranks(4)
 def test_the_lock_is_released_in_every_call_that_waits():
     mesh = tessera.init_device_mesh("cpu", (4,))
-    whole = values(10, 6)
-    x = tessera.distribute_tensor(whole, mesh, [Shard(0)])
+    full = values(10, 6)
+    x = tessera.distribute_tensor(full, mesh, [Shard(0)])
     # Each of these waits for all ranks, and would never return if one kept Python's lock meanwhile.
-    assert torch.equal(x[3].full_tensor(), whole[3])
-    assert torch.equal(x[2:7].full_tensor(), whole[2:7])
-    assert torch.equal(x[torch.tensor(4)].full_tensor(), whole[4])
-    assert x.sum().item() == pytest.approx(whole.sum().item(), abs=1e-4)
+    assert torch.equal(x[3].full_tensor(), full[3])
+    assert torch.equal(x[2:7].full_tensor(), full[2:7])
+    assert torch.equal(x[torch.tensor(4)].full_tensor(), full[4])
+    assert x.sum().item() == pytest.approx(full.sum().item(), abs=1e-4)
     assert bool(x.isfinite().all())
-    assert x.tolist() == whole.tolist()
+    assert x.tolist() == full.tolist()
     assert torch.equal(x, x.clone())
-    for row, expected in zip(x, whole):
+    for row, expected in zip(x, full):
         assert torch.equal(row.full_tensor(), expected)
-    assert torch.equal(x.T.contiguous().full_tensor(), whole.T)
+    assert torch.equal(x.T.contiguous().full_tensor(), full.T)
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import assert_whole, on_ranks, values
+from ranks import assert_full, on_ranks, values
 from tessera.experimental import register_sharding
 
 import tessera
@@ -24,7 +24,7 @@ def test_another_librarys_operator_runs_on_replicas_without_a_rule():
     mesh = tessera.init_device_mesh("cpu", (4,))
     x = tessera.distribute_tensor(values(6, 5), mesh, [Shard(0)])
     factor = tessera.distribute_tensor(values(6), mesh, [Shard(0)])
-    assert_whole(row_sums(x, factor, 2), row_sums(values(6, 5), values(6), 2))
+    assert_full(row_sums(x, factor, 2), row_sums(values(6, 5), values(6), 2))
 
 
 def test_a_rule_of_ones_own():
@@ -43,7 +43,7 @@ def test_a_rule_of_ones_own():
             factor = tessera.distribute_tensor(values(6), mesh, [Shard(0), Replicate()])
             result = row_sums(x, factor, 2)
         assert result.placements == (Shard(0), Partial())
-        assert_whole(result, row_sums(values(6, 5), values(6), 2))
+        assert_full(result, row_sums(values(6, 5), values(6), 2))
 
     check()
     assert seen[0] == ((6, 5), 2, (6,), 2)

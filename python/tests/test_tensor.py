@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from ranks import assert_whole, meshes, on_ranks, placements_of, values
+from ranks import assert_full, meshes, on_ranks, placements_of, values
 from torch.utils.checkpoint import checkpoint
 
 import tessera
@@ -70,18 +70,18 @@ def test_repr_shows_what_this_rank_holds():
 @on_ranks()
 def test_copies_and_pickles():
     for mesh in meshes():
-        whole = values(5, 3)
-        for placements in placements_of(whole, mesh):
-            x = tessera.distribute_tensor(whole, mesh, placements)
+        full = values(5, 3)
+        for placements in placements_of(full, mesh):
+            x = tessera.distribute_tensor(full, mesh, placements)
             x.note = "kept"
             deep, shallow, pickled = copy.deepcopy(x), copy.copy(x), pickle.loads(pickle.dumps(x))
             for copied in (deep, shallow, pickled):
                 assert copied.placements == placements and copied.device_mesh == mesh
                 assert copied.note == "kept"
-                assert_whole(copied, whole)
+                assert_full(copied, full)
             x.to_local().zero_()
-            assert_whole(deep, whole)
-            assert_whole(shallow, torch.zeros_like(whole))
+            assert_full(deep, full)
+            assert_full(shallow, torch.zeros_like(full))
 
 
 @on_ranks()
@@ -91,7 +91,7 @@ def test_deepcopy_keeps_gradients_and_shared_tensors():
     (x * x).sum().backward()
     first, second = copy.deepcopy([x, x])
     assert first is second and first.requires_grad and first.is_leaf
-    assert_whole(first.grad, 2 * values(5, 3))
+    assert_full(first.grad, 2 * values(5, 3))
     with pytest.raises(RuntimeError, match="leaves"):
         copy.deepcopy(x * 2)
 
@@ -100,12 +100,12 @@ def test_deepcopy_keeps_gradients_and_shared_tensors():
 def test_save_and_load():
     for mesh in meshes():
         module = torch.nn.Linear(6, 5)
-        whole = {name: values(*parameter.shape) for name, parameter in module.named_parameters()}
+        full = {name: values(*parameter.shape) for name, parameter in module.named_parameters()}
         module.weight = torch.nn.Parameter(
-            tessera.distribute_tensor(whole["weight"], mesh, [Shard(1)] * mesh.ndim)
+            tessera.distribute_tensor(full["weight"], mesh, [Shard(1)] * mesh.ndim)
         )
         module.bias = torch.nn.Parameter(
-            tessera.distribute_tensor(whole["bias"], mesh, [Replicate()] * mesh.ndim)
+            tessera.distribute_tensor(full["bias"], mesh, [Replicate()] * mesh.ndim)
         )
         for weights_only in (True, False):
             file = io.BytesIO()
@@ -113,15 +113,15 @@ def test_save_and_load():
             file.seek(0)
             loaded = torch.load(file, weights_only=weights_only)
             assert isinstance(loaded["whole"], torch.nn.Parameter) and loaded["whole"].requires_grad
-            assert_whole(loaded["whole"].data, whole["weight"])
+            assert_full(loaded["whole"].data, full["weight"])
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.zero_()
             module.load_state_dict(loaded["model"])
             for name, parameter in module.named_parameters():
-                assert_whole(parameter.data, whole[name])
+                assert_full(parameter.data, full[name])
             module.load_state_dict(loaded["model"], assign=True)
-            assert_whole(module.weight.data, whole["weight"])
+            assert_full(module.weight.data, full["weight"])
             assert module.weight.placements == (Shard(1),) * mesh.ndim
 
 
@@ -136,7 +136,7 @@ def test_hooks():
     module.register_forward_hook(lambda module, arguments, output: seen.append(isinstance(output, DTensor)))
     module(x * 3).sum().backward()
     assert seen == [True, "hook", "accumulated"]
-    assert_whole(x.grad, torch.full((5, 3), 6.0))
+    assert_full(x.grad, torch.full((5, 3), 6.0))
 
 
 @on_ranks()
@@ -148,7 +148,7 @@ def test_modes():
     with torch.inference_mode():
         y = x @ x
         assert y.is_inference() and isinstance(y, DTensor)
-        assert_whole(y, x.full_tensor() @ x.full_tensor())
+        assert_full(y, x.full_tensor() @ x.full_tensor())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = x @ x
         assert y.dtype is torch.bfloat16
@@ -159,7 +159,7 @@ def test_modes():
         plain = x.full_tensor().detach().requires_grad_()
         y = plain @ plain
         torch.nn.functional.mse_loss(y, y.detach() * 0.5).backward()
-    assert_whole(x.grad, plain.grad, rtol=0.05, atol=0.05)
+    assert_full(x.grad, plain.grad, rtol=0.05, atol=0.05)
     with torch.set_grad_enabled(False):
         assert (x * 2).grad_fn is None
 
@@ -176,7 +176,7 @@ def test_checkpointing(use_reentrant):
 
         checkpoint(block, x, use_reentrant=use_reentrant).sum().backward()
         block(plain).sum().backward()
-        assert_whole(x.grad, plain.grad)
+        assert_full(x.grad, plain.grad)
 
 
 @on_ranks()
@@ -203,7 +203,7 @@ def test_modules_move_and_convert():
             )
             assert parameter.placements == (Shard(0),)
     for name, parameter in module.named_parameters():
-        assert_whole(parameter.detach(), before[name], rtol=0.02, atol=0.02)
+        assert_full(parameter.detach(), before[name], rtol=0.02, atol=0.02)
     module.requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in module.parameters())
     module.zero_grad()
@@ -212,38 +212,38 @@ def test_modules_move_and_convert():
 @on_ranks()
 def test_python_protocols():
     mesh = tessera.init_device_mesh("cpu", (4,))
-    whole = values(5, 3)
-    x = tessera.distribute_tensor(whole, mesh, [Shard(0)])
+    full = values(5, 3)
+    x = tessera.distribute_tensor(full, mesh, [Shard(0)])
     assert len(x) == 5 and x.shape == (5, 3) and x.numel() == 15 and x.ndim == 2 and x.dtype is torch.float32
     assert x.device.type == "cpu" and not x.is_meta and x.layout is torch.strided
     assert hash(x) == hash(x) and {x: 1}[x] == 1
     assert weakref.ref(x)() is x
-    assert x.tolist() == whole.tolist()
-    assert float(x.sum()) == pytest.approx(float(whole.sum()), abs=1e-5)
-    assert int((x > 0).sum()) == int((whole > 0).sum())
-    assert f"{x.sum():.2f}" == f"{whole.sum():.2f}"
+    assert x.tolist() == full.tolist()
+    assert float(x.sum()) == pytest.approx(float(full.sum()), abs=1e-5)
+    assert int((x > 0).sum()) == int((full > 0).sum())
+    assert f"{x.sum():.2f}" == f"{full.sum():.2f}"
     with pytest.raises(TypeError, match="full_tensor"):
         x.numpy()
     with pytest.raises(RuntimeError, match="to_local"):
         x.data_ptr()
     first, *_rest = x
-    assert_whole(first, whole[0])
+    assert_full(first, full[0])
     x[:, 1:3] = 7.0
-    whole[:, 1:3] = 7.0
-    assert_whole(x, whole)
+    full[:, 1:3] = 7.0
+    assert_full(x, full)
     x += x
-    assert_whole(x, whole + whole)
+    assert_full(x, full + full)
 
 
 @on_ranks()
 def test_mixing_with_plain_tensors():
     mesh = tessera.init_device_mesh("cpu", (4,))
     x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0)])
-    assert_whole(x * torch.tensor(2.0), values(5, 3) * 2)
+    assert_full(x * torch.tensor(2.0), values(5, 3) * 2)
     with pytest.raises(ValueError, match="aten::mul.Tensor.*'other'.*distribute_tensor"):
         x * values(5, 3)
     with tessera.experimental.implicit_replication():
-        assert_whole(x * values(5, 3), values(5, 3) ** 2)
+        assert_full(x * values(5, 3), values(5, 3) ** 2)
     with pytest.raises(ValueError):
         x * values(5, 3)
 
@@ -266,6 +266,6 @@ def test_custom_functions_and_gradient_checks():
     x = tessera.distribute_tensor(values(5, 3), mesh, [Shard(0), Partial()]).requires_grad_()
     y = Cube.apply(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert_whole(gradient.detach(), 3 * values(5, 3) ** 2)
+    assert_full(gradient.detach(), 3 * values(5, 3) ** 2)
     (second,) = torch.autograd.grad(gradient.sum(), x)
-    assert_whole(second, 6 * values(5, 3))
+    assert_full(second, 6 * values(5, 3))

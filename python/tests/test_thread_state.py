@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from ranks import assert_whole, on_ranks, values
+from ranks import assert_full, on_ranks, values
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tessera
@@ -25,11 +25,11 @@ def distributed(tensor, placement, size=4):
     )
 
 
-def partial_leaf(whole, size):
+def partial_leaf(full, size):
     """Of which each rank holds another summand."""
     mesh = tessera.init_device_mesh("cpu", (size,))
-    mine = whole * (1 if tessera.get_rank() == 0 else 0) + (1 - 2 * (tessera.get_rank() % 2)) * values(
-        *whole.shape, seed=9
+    mine = full * (1 if tessera.get_rank() == 0 else 0) + (1 - 2 * (tessera.get_rank() % 2)) * values(
+        *full.shape, seed=9
     )
     return DTensor.from_local(mine, mesh, [Partial()]).detach().requires_grad_()
 
@@ -53,8 +53,8 @@ def test_autocast_of_a_partial_leaf_does_not_wait_with_its_cache_locked():
             after_a_while(slow)  # the other clears the cache when it leaves
             second = x @ w
             expected = input.bfloat16() @ w.full_tensor().bfloat16()
-        assert_whole(first, expected, rtol=0.02, atol=0.02)
-        assert_whole(second, expected, rtol=0.02, atol=0.02)
+        assert_full(first, expected, rtol=0.02, atol=0.02)
+        assert_full(second, expected, rtol=0.02, atol=0.02)
         (first.float().sum() + second.float().sum()).backward()
         assert w.grad is not None
 
@@ -107,11 +107,11 @@ def test_linear_cross_entropy_in_chunks():
     loss = F.linear_cross_entropy(x, w, distributed(target, Shard(0), 2), options=options)
     one_x, one_w = input.requires_grad_(), weight.requires_grad_()
     one = F.linear_cross_entropy(one_x, one_w, target, options=options)
-    assert_whole(loss, one)
+    assert_full(loss, one)
     loss.backward()
     one.backward()
-    assert_whole(x.grad, one_x.grad)
-    assert_whole(w.grad, one_w.grad)
+    assert_full(x.grad, one_x.grad)
+    assert_full(w.grad, one_w.grad)
 
 
 def test_modules_are_imported_by_ranks_but_do_not_communicate(tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_forward_mode_ad_on_ranks(name):
         tangents = (distributed(dx, Shard(1)), distributed(dw, Shard(0)))
         for slow in (tessera.get_rank(), 0, 3, -1):
             after_a_while(slow)
-            assert_whole(FORWARD[name](layer, primals, tangents), expected)
+            assert_full(FORWARD[name](layer, primals, tangents), expected)
             assert forward_ad.unpack_dual(primals[0]).tangent is None
 
     for _ in range(5):
@@ -296,8 +296,8 @@ def test_attention_with_a_chosen_kernel():
         with sdpa_kernel(SDPBackend.MATH):
             result = F.scaled_dot_product_attention(*(distributed(each, Shard(2)) for each in (q, k, v)))
             after_a_while(slow)
-        assert_whole(result, expected)
-        assert_whole(
+        assert_full(result, expected)
+        assert_full(
             F.scaled_dot_product_attention(*(distributed(each, Shard(1)) for each in (q, k, v))), expected
         )
 
@@ -394,8 +394,8 @@ def test_the_default_generator_is_shared_and_not_used_by_distributed_tensors():
 
     first, second = tessera.run(4, main), tessera.run(4, main)
     assert torch.equal(torch.random.default_generator.get_state(), before)
-    for (whole, own), (whole_again, own_again) in zip(first, second):
-        assert torch.equal(whole, first[0][0]) and torch.equal(whole, whole_again)
+    for (full, own), (full_again, own_again) in zip(first, second):
+        assert torch.equal(full, first[0][0]) and torch.equal(full, full_again)
         assert torch.equal(own, own_again)
 
 

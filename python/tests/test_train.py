@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import assert_whole, on_ranks, values
+from ranks import assert_full, on_ranks, values
 from torch import nn
 
 import tessera
@@ -104,6 +104,6 @@ def test_ten_steps_equal_one_device(shape, way):
         losses = train(model, *(tessera.distribute_tensor(t, mesh, data) for t in (inputs, targets)))
         assert losses == pytest.approx(expected, rel=1e-4)
         for ours, theirs in zip(model.parameters(), plain.parameters()):
-            assert_whole(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
+            assert_full(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
 
     parallel()

@@ -107,8 +107,8 @@ def assert_as_on_one_device(losses, parameters, make, *args):
     expected, expected_parameters = on_one_device(make, *args)
     assert losses == pytest.approx(expected, rel=1e-4)  # softmaxes and losses of the models are in float32
     for ours, theirs in zip(parameters, expected_parameters, strict=True):
-        whole = ours.full_tensor() if isinstance(ours, tessera.DTensor) else ours
-        torch.testing.assert_close(whole.detach(), theirs, rtol=1e-3, atol=1e-4)
+        full = ours.full_tensor() if isinstance(ours, tessera.DTensor) else ours
+        torch.testing.assert_close(full.detach(), theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)

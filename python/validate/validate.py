@@ -154,31 +154,29 @@ def record(patterns: list[str], samples: int, limit: int) -> dict[str, list[Call
 # --- values placed on one mesh dim -----------------------------------------------------------------------------------
 
 
-def parts_of(whole: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+def parts_of(full: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
     """What the ranks hold."""
     if isinstance(placement, Shard):
-        chunks = list(whole.chunk(ranks, placement.dim)) if whole.shape[placement.dim] else []
-        empty = whole.narrow(placement.dim, 0, 0)
+        chunks = list(full.chunk(ranks, placement.dim)) if full.shape[placement.dim] else []
+        empty = full.narrow(placement.dim, 0, 0)
         return [chunk.contiguous() for chunk in chunks] + [empty.clone() for _ in range(ranks - len(chunks))]
     if isinstance(placement, Partial):
         if placement.reduce_op in ("sum", "avg"):
-            generator = torch.Generator().manual_seed(whole.numel())
+            generator = torch.Generator().manual_seed(full.numel())
             noise = [
-                torch.randint(-4, 5, whole.shape, generator=generator).to(whole.dtype)
-                for _ in range(ranks - 1)
+                torch.randint(-4, 5, full.shape, generator=generator).to(full.dtype) for _ in range(ranks - 1)
             ]
-            parts = [*noise, whole - sum(noise)] if noise else [whole.clone()]
+            parts = [*noise, full - sum(noise)] if noise else [full.clone()]
             return [part * ranks for part in parts] if placement.reduce_op == "avg" else parts
         if placement.reduce_op in ("max", "min"):
             sign = 1 if placement.reduce_op == "max" else -1
             return [
-                whole
-                - sign
-                * ((torch.arange(whole.numel()).reshape(whole.shape) + rank) % ranks != 0).to(whole.dtype)
+                full
+                - sign * ((torch.arange(full.numel()).reshape(full.shape) + rank) % ranks != 0).to(full.dtype)
                 for rank in range(ranks)
             ]
         raise NotImplementedError(placement)
-    return [whole.clone() for _ in range(ranks)]
+    return [full.clone() for _ in range(ranks)]
 
 
 def can_be(tensor: torch.Tensor, placement: Placement) -> bool:
@@ -252,8 +250,8 @@ def try_row(call: Call, expected: list[Any], inputs: tuple[Placement, ...], rank
             return f"{len(results)} results instead of {len(expected)}"
         wrong = None
         for number, (ours, theirs) in enumerate(zip(results, expected)):
-            whole = ours.full_tensor() if isinstance(ours, tessera.DTensor) else ours
-            if not close(whole, theirs):
+            full = ours.full_tensor() if isinstance(ours, tessera.DTensor) else ours
+            if not close(full, theirs):
                 wrong = f"result {number} is wrong"
         return wrong
 
@@ -297,26 +295,26 @@ def options(tensor: torch.Tensor) -> list[Placement]:
     return [Replicate(), *shards, *([Partial()] if tensor.dtype.is_floating_point else [])]
 
 
-def holds(parts: list[Any], whole: Any, ranks: int) -> bool:
+def holds(parts: list[Any], full: Any, ranks: int) -> bool:
     """Whether there is a placement of which the ranks hold these parts."""
-    if not is_placed(whole):
-        return all(close(part, whole) for part in parts)
-    if not all(is_placed(part) and part.ndim == whole.ndim for part in parts):
+    if not is_placed(full):
+        return all(close(part, full) for part in parts)
+    if not all(is_placed(part) and part.ndim == full.ndim for part in parts):
         return False
-    if all(close(part, whole) for part in parts):
+    if all(close(part, full) for part in parts):
         return True
-    for dim in range(whole.ndim):
-        if all(close(part, chunk) for part, chunk in zip(parts, parts_of(whole, Shard(dim), ranks))):
+    for dim in range(full.ndim):
+        if all(close(part, chunk) for part, chunk in zip(parts, parts_of(full, Shard(dim), ranks))):
             return True
     if (
-        any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts)
-        or not whole.dtype.is_floating_point
+        any(part.shape != full.shape or part.dtype != full.dtype for part in parts)
+        or not full.dtype.is_floating_point
     ):
         return False
     return (
-        close(torch.stack(parts).sum(0), whole)
-        or close(torch.stack(parts).amax(0), whole)
-        or close(torch.stack(parts).amin(0), whole)
+        close(torch.stack(parts).sum(0), full)
+        or close(torch.stack(parts).amax(0), full)
+        or close(torch.stack(parts).amin(0), full)
     )
 
 
@@ -338,7 +336,7 @@ def find_missing(
         except Exception:
             continue
         if all(len(r) == len(expected) for r in results) and all(
-            holds(list(each), whole, ranks) for each, whole in zip(zip(*results), expected)
+            holds(list(each), full, ranks) for each, full in zip(zip(*results), expected)
         ):
             verdict.missing[text(inputs)] = verdict.missing.get(text(inputs), 0) + 1
 

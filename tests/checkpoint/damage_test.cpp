@@ -166,7 +166,7 @@ std::vector<std::pair<size_t, size_t>> payloads_in(const std::string& content, c
 }
 
 TEST_P(Damage, FlippedBytesAreNoticedOrDoNoHarm) {
-  const StateDict whole = state_of(format(), false);
+  const StateDict global = state_of(format(), false);
   struct Flip {
     std::string file;
     size_t position;
@@ -176,7 +176,7 @@ TEST_P(Damage, FlippedBytesAreNoticedOrDoNoHarm) {
   for (const auto& [name, content] : files) {
     std::vector<bool> is_payload(content.size(), false);
     if (name != index()) {
-      for (const auto& [begin, end] : payloads_in(content, whole))
+      for (const auto& [begin, end] : payloads_in(content, global))
         std::fill(is_payload.begin() + static_cast<std::ptrdiff_t>(begin),
                   is_payload.begin() + static_cast<std::ptrdiff_t>(end), true);
     }

@@ -256,9 +256,9 @@ TEST(TorchArchive, FindsContiguousTensors) {
   const auto find = [](const std::string& name, ScalarType dtype, Ints sizes) {
     return find_torch_payload(content(data(name)), dtype, sizes, "The tensor");
   };
-  const ByteRange whole = find("whole.pt", ScalarType::Float, {3, 4});
-  EXPECT_EQ(whole.length, 48);
-  EXPECT_TRUE(whole.crc32);
+  const ByteRange global = find("whole.pt", ScalarType::Float, {3, 4});
+  EXPECT_EQ(global.length, 48);
+  EXPECT_TRUE(global.crc32);
   // A part of a storage: its checksum is not that of the tensor.
   const ByteRange rows = find("rows.pt", ScalarType::Float, {2, 4});
   EXPECT_EQ(rows.length, 32);

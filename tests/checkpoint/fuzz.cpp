@@ -46,7 +46,7 @@ struct Reader {
   void (*read)(std::string_view bytes);
 };
 
-Piece whole(const std::string& file) { return {"", file, ""}; }
+Piece global(const std::string& file) { return {"", file, ""}; }
 std::string unchanged(const Piece& piece) { return piece.text; }
 
 // ---- the readers
@@ -110,9 +110,9 @@ void read_pickle(std::string_view bytes) {
 constexpr Reader kReaders[] = {
     {"index", true, split_index, join_index, read_index},
     {"safetensors", true, split_safetensors, join_safetensors, read_safetensors},
-    {"metadata", false, whole, unchanged, read_metadata},
-    {"archive", false, whole, unchanged, read_archive},
-    {"pickle", false, whole, unchanged, read_pickle},
+    {"metadata", false, global, unchanged, read_metadata},
+    {"archive", false, global, unchanged, read_archive},
+    {"pickle", false, global, unchanged, read_pickle},
 };
 
 // ---- what ranks send each other

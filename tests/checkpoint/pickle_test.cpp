@@ -56,11 +56,11 @@ TEST(Pickle, ReadsWhatPythonWrites) {
       "eu."s;
   EXPECT_EQ(read(protocol_2), expected);
   EXPECT_EQ(read(protocol_4), expected);
-  for (const std::string& whole : {protocol_2, protocol_4}) {
-    for (size_t size = 0; size < whole.size(); ++size) {
-      expect_error<c10::Error>([&] { read(std::string_view(whole).substr(0, size)); }, {"FILE"});
+  for (const std::string& global : {protocol_2, protocol_4}) {
+    for (size_t size = 0; size < global.size(); ++size) {
+      expect_error<c10::Error>([&] { read(std::string_view(global).substr(0, size)); }, {"FILE"});
     }
-    expect_error<c10::Error>([&] { read(whole + "."); }, {"FILE goes on after the pickle's end"});
+    expect_error<c10::Error>([&] { read(global + "."); }, {"FILE goes on after the pickle's end"});
   }
 }
 

@@ -102,15 +102,15 @@ TEST_P(Optimizers, GoOnAsIfNeverInterrupted) {
   const Scratch scratch;
   const MakeOptimizer& make = GetParam().second;
   run(2, [&] {
-    Training whole({2}, make);
-    for (int64_t i = 0; i < 6; ++i) whole.step(i);
+    Training global({2}, make);
+    for (int64_t i = 0; i < 6; ++i) global.step(i);
     Training first({2}, make);
     for (int64_t i = 0; i < 3; ++i) first.step(i);
     save(first.state(), scratch / "x");
     Training second({2}, make);
     load(second.state(), scratch / "x");
     for (int64_t i = 3; i < 6; ++i) second.step(i);
-    const auto expected = whole.parameters(), found = second.parameters();
+    const auto expected = global.parameters(), found = second.parameters();
     for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i], found[i])) << i;
   });
 }
@@ -121,9 +121,9 @@ TEST_P(Optimizers, GoOnAnywhere) {
   const MakeOptimizer& make = GetParam().second;
   std::vector<at::Tensor> expected;
   {
-    Training whole({}, make);
-    for (int64_t i = 0; i < 6; ++i) whole.step(i);
-    expected = whole.parameters();
+    Training global({}, make);
+    for (int64_t i = 0; i < 6; ++i) global.step(i);
+    expected = global.parameters();
   }
   run(4, [&] {
     Training first({4}, make);

@@ -18,10 +18,10 @@ using comm::Tensors;
 /// Small whole numbers, different on each rank: exact in every dtype, also when summed or multiplied.
 at::Tensor values(int64_t seed, int64_t rank, at::IntArrayRef shape, at::ScalarType dtype) {
   const int64_t count = c10::multiply_integers(shape);
-  const at::Tensor whole = at::remainder(at::arange(count, at::kLong) * 5 + rank * 3 + seed, 3);
+  const at::Tensor global = at::remainder(at::arange(count, at::kLong) * 5 + rank * 3 + seed, 3);
   if (at::isComplexType(dtype))
-    return at::complex(whole.to(at::kDouble), (whole - 1).to(at::kDouble)).to(dtype).view(shape);
-  return whole.to(dtype).view(shape);
+    return at::complex(global.to(at::kDouble), (global - 1).to(at::kDouble)).to(dtype).view(shape);
+  return global.to(dtype).view(shape);
 }
 
 struct Context {

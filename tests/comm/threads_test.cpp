@@ -65,15 +65,15 @@ TEST_P(Threads, ProcessGroupInterface) {
     group->allgather(lists, tensors)->wait();
     for (int r = 0; r < n; ++r) expect_all(lists[0][r], static_cast<float>(r));
 
-    at::Tensor whole = at::empty({2 * n}), part = mine();
-    group->all_gather_single(whole, part)->wait();
-    for (int r = 0; r < n; ++r) expect_all(whole.narrow(0, 2 * r, 2), static_cast<float>(r));
+    at::Tensor global = at::empty({2 * n}), part = mine();
+    group->all_gather_single(global, part)->wait();
+    for (int r = 0; r < n; ++r) expect_all(global.narrow(0, 2 * r, 2), static_cast<float>(r));
 
     // Uneven parts into one tensor, which no transport of c10d can do.
     part = at::full({me + 1}, static_cast<float>(me));
-    whole = at::empty({n * (n + 1) / 2});
-    group->all_gather_single(whole, part)->wait();
-    for (int r = 0; r < n; ++r) expect_all(whole.narrow(0, r * (r + 1) / 2, r + 1), static_cast<float>(r));
+    global = at::empty({n * (n + 1) / 2});
+    group->all_gather_single(global, part)->wait();
+    for (int r = 0; r < n; ++r) expect_all(global.narrow(0, r * (r + 1) / 2, r + 1), static_cast<float>(r));
 
     lists.assign(n, {});
     for (auto& list : lists) list = {at::empty({2}), at::empty({2})};
@@ -84,17 +84,17 @@ TEST_P(Threads, ProcessGroupInterface) {
       expect_all(lists[r][1], static_cast<float>(r) + 10);
     }
 
-    Tensors wholes{at::empty({2 * n}), at::empty({2 * n})};
+    Tensors globals{at::empty({2 * n}), at::empty({2 * n})};
     tensors = {mine(), mine(10)};
-    group->all_gather_single_coalesced(wholes, tensors)->wait();
-    for (int r = 0; r < n; ++r) expect_all(wholes[1].narrow(0, 2 * r, 2), static_cast<float>(r) + 10);
+    group->all_gather_single_coalesced(globals, tensors)->wait();
+    for (int r = 0; r < n; ++r) expect_all(globals[1].narrow(0, 2 * r, 2), static_cast<float>(r) + 10);
 
     // In place: the input is this rank's place in the output.
-    whole = at::zeros({2 * n});
-    part = whole.narrow(0, 2 * me, 2);
+    global = at::zeros({2 * n});
+    part = global.narrow(0, 2 * me, 2);
     part.fill_(static_cast<float>(me));
-    group->all_gather_single(whole, part)->wait();
-    for (int r = 0; r < n; ++r) expect_all(whole.narrow(0, 2 * r, 2), static_cast<float>(r));
+    group->all_gather_single(global, part)->wait();
+    for (int r = 0; r < n; ++r) expect_all(global.narrow(0, 2 * r, 2), static_cast<float>(r));
 
     lists.assign(1, {});
     for (int r = 0; r < n; ++r) lists[0].push_back(mine(static_cast<float>(r)));
@@ -102,25 +102,25 @@ TEST_P(Threads, ProcessGroupInterface) {
     group->reduce_scatter(tensors, lists)->wait();
     expect_all(tensors[0], sum + static_cast<float>(n * me));
 
-    whole = at::cat(lists[0]);
+    global = at::cat(lists[0]);
     part = at::empty({2});
-    group->reduce_scatter_single(part, whole)->wait();
+    group->reduce_scatter_single(part, global)->wait();
     expect_all(part, sum + static_cast<float>(n * me));
 
-    part = whole.narrow(0, 2 * me, 2);  // in place
-    group->reduce_scatter_single(part, whole)->wait();
+    part = global.narrow(0, 2 * me, 2);  // in place
+    group->reduce_scatter_single(part, global)->wait();
     expect_all(part, sum + static_cast<float>(n * me));
 
     tensors = {at::empty({2}), at::empty({2})};
-    wholes = {at::cat(lists[0]), at::cat(lists[0]) + 1};
-    group->reduce_scatter_single_coalesced(tensors, wholes)->wait();
+    globals = {at::cat(lists[0]), at::cat(lists[0]) + 1};
+    group->reduce_scatter_single_coalesced(tensors, globals)->wait();
     expect_all(tensors[0], sum + static_cast<float>(n * me));
     expect_all(tensors[1], sum + static_cast<float>(n * me + n));
 
     std::vector<int64_t> none;
     at::Tensor output = at::empty({2 * n});
-    whole = at::cat(lists[0]);
-    group->all_to_all_single(output, whole, none, none)->wait();
+    global = at::cat(lists[0]);
+    group->all_to_all_single(output, global, none, none)->wait();
     for (int r = 0; r < n; ++r) expect_all(output.narrow(0, 2 * r, 2), static_cast<float>(r + me));
 
     std::vector<int64_t> in_splits, out_splits;
@@ -128,9 +128,9 @@ TEST_P(Threads, ProcessGroupInterface) {
       in_splits.push_back(r);
       out_splits.push_back(me);
     }
-    whole = at::full({n * (n - 1) / 2, 3}, static_cast<float>(me));
+    global = at::full({n * (n - 1) / 2, 3}, static_cast<float>(me));
     output = at::empty({n * me, 3});
-    group->all_to_all_single(output, whole, out_splits, in_splits)->wait();
+    group->all_to_all_single(output, global, out_splits, in_splits)->wait();
     for (int r = 0; r < n; ++r) expect_all(output.narrow(0, r * me, me), static_cast<float>(r));
 
     Tensors outputs, inputs;

@@ -77,10 +77,10 @@ TEST(CommDebugMode, CountsTheAgreementOnRefusals) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
     const at::Tensor x = distribute_tensor(at::ones({8, 3}), mesh, {Shard(0)});
-    at::Tensor whole = at::zeros({8, 3}, at::kLong);
-    const at::Tensor good = distribute_tensor(whole, mesh, {Shard(0)});
-    whole[7].fill_(9);  // the last rank alone sees it
-    const at::Tensor bad = distribute_tensor(whole, mesh, {Shard(0)});
+    at::Tensor global = at::zeros({8, 3}, at::kLong);
+    const at::Tensor good = distribute_tensor(global, mesh, {Shard(0)});
+    global[7].fill_(9);  // the last rank alone sees it
+    const at::Tensor bad = distribute_tensor(global, mesh, {Shard(0)});
     CommDebugMode counts;
     x.gather(1, good);
     std::ostringstream text;

@@ -128,22 +128,23 @@ TEST_P(Operators, SmallAndEmptyTensors) {
 TEST(DTensorApi, LocalAndBack) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
-    const at::Tensor whole = numbers({5, 7});
+    const at::Tensor global = numbers({5, 7});
     for (const Placements& placements : all_placements(2, 2, true)) {
-      const DTensor x = distribute_tensor(whole, mesh, placements);
+      const DTensor x = distribute_tensor(global, mesh, placements);
       EXPECT_EQ(x.placements(), placements);
       EXPECT_EQ(x.device_mesh(), mesh);
-      EXPECT_EQ(x.sizes(), whole.sizes());
+      EXPECT_EQ(x.sizes(), global.sizes());
       EXPECT_EQ(x.to_local().sizes(), x.spec().local_shape());
-      EXPECT_TRUE(at::equal(x.full_tensor(), whole));
+      EXPECT_TRUE(at::equal(x.full_tensor(), global));
       DTensor::FromLocalOptions options;
       options.run_check = true;
       const DTensor again = DTensor::from_local(x.to_local(), mesh, placements, options);
       EXPECT_EQ(again.spec(), x.spec());
-      EXPECT_TRUE(at::equal(again.full_tensor(), whole));
+      EXPECT_TRUE(at::equal(again.full_tensor(), global));
       EXPECT_TRUE(again.to_local().is_alias_of(x.to_local()));
       for (const Placements& others : all_placements(2, 2, true)) {
-        EXPECT_TRUE(at::equal(x.redistribute(others).full_tensor(), whole)) << placements << " -> " << others;
+        EXPECT_TRUE(at::equal(x.redistribute(others).full_tensor(), global))
+            << placements << " -> " << others;
       }
     }
   });
@@ -194,11 +195,11 @@ TEST(DTensorApi, GradientsThroughLocalTensors) {
       // does.
       EXPECT_TRUE(at::equal(local.grad(), at::full({2, 3}, 3.0f))) << placement;
     }
-    at::Tensor whole = numbers({4, 3}).requires_grad_();
-    const DTensor x = distribute_tensor(whole, mesh, {Shard(0)});
+    at::Tensor global = numbers({4, 3}).requires_grad_();
+    const DTensor x = distribute_tensor(global, mesh, {Shard(0)});
     (x * x).sum().backward();
     EXPECT_EQ(DTensor(x.grad()).placements(), Placements{Shard(0)});
-    EXPECT_TRUE(at::equal(DTensor(x.grad()).full_tensor(), whole.detach() * 2));
+    EXPECT_TRUE(at::equal(DTensor(x.grad()).full_tensor(), global.detach() * 2));
   });
 }
 
@@ -248,8 +249,8 @@ TEST(DTensorApi, PrintsWhatTheRankHolds) {
       return out.str();
     };
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
-    const at::Tensor whole = numbers({4, 6});
-    const at::Tensor columns = distribute_tensor(whole, mesh, {Shard(1)});
+    const at::Tensor global = numbers({4, 6});
+    const at::Tensor columns = distribute_tensor(global, mesh, {Shard(1)});
     const at::Tensor sum = columns.sum(), view = columns.view({3, 8});
     if (get_rank() == 1) {
       EXPECT_THAT(printed(columns), HasSubstr("DTensor [S(1)] on mesh(2): f32[4, 6], rank 1 holds:"));
@@ -260,7 +261,7 @@ TEST(DTensorApi, PrintsWhatTheRankHolds) {
     }
     columns.add_(1);
     if (get_rank() == 0) EXPECT_THAT(printed(view), HasSubstr("written since"));
-    EXPECT_TRUE(at::equal(DTensor(view + 0).full_tensor(), (whole + 1).view({3, 8})));
+    EXPECT_TRUE(at::equal(DTensor(view + 0).full_tensor(), (global + 1).view({3, 8})));
     EXPECT_THAT(printed(view), ::testing::Not(HasSubstr("written since")));
     // Others print as ever.
     EXPECT_EQ(printed(at::ones({2})), " 1\n 1\n[ CPUFloatType{2} ]");

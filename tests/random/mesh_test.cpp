@@ -36,8 +36,8 @@ struct Given {
   Placements placements;
 
   at::Tensor tensor(at::ScalarType dtype = at::kFloat) const {
-    const at::Tensor whole = ((testing::numbers(shape) + 6) / 12).to(dtype);
-    return distribute_tensor(whole, mesh, placements, std::nullopt);
+    const at::Tensor global = ((testing::numbers(shape) + 6) / 12).to(dtype);
+    return distribute_tensor(global, mesh, placements, std::nullopt);
   }
   at::Tensor empty(at::ScalarType dtype = at::kFloat) const {
     return tessera::empty(shape, mesh, placements, dtype);
@@ -160,13 +160,13 @@ TEST_P(Everywhere, TheSameNumbers) {
         for (const auto& [name, function] : functions()) {
           random::manual_seed(kSeed, mesh);
           const DTensor actual(function(given));
-          const at::Tensor& whole = expected.at(name);
+          const at::Tensor& global = expected.at(name);
           // Without communication where each rank can look at its part alone.
           const bool is_same =
               actual.spec().has_partial()
-                  ? same_bits(actual.full_tensor(), whole)
+                  ? same_bits(actual.full_tensor(), global)
                   : same_bits(actual.to_local(),
-                              distribute_tensor(whole, mesh, actual.placements(), std::nullopt).to_local());
+                              distribute_tensor(global, mesh, actual.placements(), std::nullopt).to_local());
           EXPECT_TRUE(is_same) << name << " " << at::IntArrayRef(shape) << " " << placements << " -> "
                                << actual.placements();
         }
@@ -179,7 +179,7 @@ TEST_P(Everywhere, TheSameNumbers) {
 TEST(Random, OtherLayouts) {
   const std::vector<int64_t> shape{19, 6};
   random::manual_seed(kSeed);
-  const at::Tensor whole = random::randn(shape);
+  const at::Tensor global = random::randn(shape);
   run(8, [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2, 2});
     for (const Placements& placements :
@@ -187,7 +187,7 @@ TEST(Random, OtherLayouts) {
           Placements{StridedShard(0, 4), Shard(1), Shard(0)}}) {
       random::manual_seed(kSeed, mesh);
       const DTensor x = randn(shape, mesh, placements);
-      EXPECT_TRUE(same_bits(x.full_tensor(), whole)) << placements;
+      EXPECT_TRUE(same_bits(x.full_tensor(), global)) << placements;
     }
     random::manual_seed(kSeed, mesh);
     DTensor::RedistributeOptions reversed;
@@ -195,7 +195,7 @@ TEST(Random, OtherLayouts) {
     DTensor x = zeros(shape, mesh, {Replicate(), Replicate(), Replicate()})
                     .redistribute({Shard(0), Shard(0), Shard(0)}, reversed);
     x.normal_();
-    EXPECT_TRUE(same_bits(x.full_tensor(), whole));
+    EXPECT_TRUE(same_bits(x.full_tensor(), global));
   });
 }
 
@@ -242,10 +242,10 @@ TEST(Random, NothingIsCommunicated) {
     testing::expect_no_communication(function, {testing::numbers({8, 6}) * 0.05 + 0.5}, {placement}, result);
   };
   for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
-    const Placement whole = placement.is_partial() ? Replicate() : placement;
+    const Placement global = placement.is_partial() ? Replicate() : placement;
     check([](const testing::Tensors& x) { return at::Tensor(x[0]).uniform_(); }, placement, placement);
     check([](const testing::Tensors& x) { return at::Tensor(x[0]).random_(3, 5); }, placement, placement);
-    check([](const testing::Tensors& x) { return at::randn_like(x[0]); }, placement, whole);
+    check([](const testing::Tensors& x) { return at::randn_like(x[0]); }, placement, global);
     check([](const testing::Tensors& x) { return at::dropout(x[0], 0.5, true); }, placement, placement);
     if (placement.is_partial()) continue;
     check([](const testing::Tensors& x) { return at::bernoulli(x[0]); }, placement, placement);
@@ -434,10 +434,10 @@ TEST(Random, GeneratorsOfLibtorch) {
         at::Tensor x = empty({5}, mesh, {placement});
         x.normal_(0, 1, given);
         x = at::cat({x, at::rand_like(x, given), at::poisson(at::full_like(x, 5), given)});
-        const at::Tensor whole = DTensor(x).full_tensor();
+        const at::Tensor global = DTensor(x).full_tensor();
         const std::lock_guard lock(mutex);
-        if (!expected.defined()) expected = whole;
-        EXPECT_TRUE(same_bits(whole, expected)) << placement;
+        if (!expected.defined()) expected = global;
+        EXPECT_TRUE(same_bits(global, expected)) << placement;
       }
       EXPECT_EQ(random::get_state(), state) << "ours is not disturbed";
     });
@@ -461,9 +461,9 @@ TEST(Random, PartialIsWhatWasDrawnForTheGlobalTensor) {
 TEST(Random, ErrorsAreForPeople) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
-    at::Tensor x = empty({4}, mesh, {Shard(0)}), whole = empty({4}, mesh, {Shard(0)}, at::kInt);
+    at::Tensor x = empty({4}, mesh, {Shard(0)}), global = empty({4}, mesh, {Shard(0)}, at::kInt);
     expect_error<c10::Error>([&] { x.uniform_(2, 1); }, {"uniform", "ascending"});
-    expect_error<c10::NotImplementedError>([&] { whole.normal_(); }, {"normal", "Int"});
+    expect_error<c10::NotImplementedError>([&] { global.normal_(); }, {"normal", "Int"});
     expect_error<c10::Error>([&] { at::dropout(x, 2, true); }, {"dropout", "from 0 to 1"});
     expect_error<c10::Error>([&] { randperm(-1, mesh, {Replicate()}); }, {"randperm"});
   });

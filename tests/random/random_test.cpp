@@ -167,15 +167,15 @@ std::map<std::string, Distribution> distributions() {
 }
 
 /// The part of a tensor that pieces describe.
-at::Tensor part_of(at::Tensor whole, const std::vector<Pieces>& pieces) {
+at::Tensor part_of(at::Tensor global, const std::vector<Pieces>& pieces) {
   for (size_t dim = 0; dim < pieces.size(); ++dim) {
     std::vector<at::Tensor> parts;
     for (const Range& range : pieces[dim])
-      parts.push_back(whole.narrow(static_cast<int64_t>(dim), range.offset, range.size));
-    whole = parts.empty() ? whole.narrow(static_cast<int64_t>(dim), 0, 0)
-                          : at::cat(parts, static_cast<int64_t>(dim));
+      parts.push_back(global.narrow(static_cast<int64_t>(dim), range.offset, range.size));
+    global = parts.empty() ? global.narrow(static_cast<int64_t>(dim), 0, 0)
+                           : at::cat(parts, static_cast<int64_t>(dim));
   }
-  return whole;
+  return global;
 }
 
 /// Runs and elements are what brute force finds; each part is bitwise that part of the whole.
@@ -192,9 +192,9 @@ TEST(Region, PiecesAreThoseOfTheGlobalTensor) {
     }
     const at::Tensor indices = at::arange(c10::multiply_integers(shape), at::kLong).view(shape);
     const Draw draw{3, 4};
-    std::map<std::string, at::Tensor> wholes;
+    std::map<std::string, at::Tensor> globals;
     for (const auto& [name, distribution] : distributions())
-      wholes[name] = filled(Region::all(shape), at::kFloat, distribution, draw);
+      globals[name] = filled(Region::all(shape), at::kFloat, distribution, draw);
     const at::Tensor wide = filled(Region::all(shape), at::kDouble, Distribution::normal(), draw);
     for (const Placement& a : choices) {
       for (const Placement& b : choices) {
@@ -211,7 +211,7 @@ TEST(Region, PiecesAreThoseOfTheGlobalTensor) {
           ASSERT_TRUE(std::equal(visited.begin(), visited.end(), expected.const_data_ptr<int64_t>()));
           for (const auto& [name, distribution] : distributions())
             EXPECT_TRUE(same_bits(filled(region, at::kFloat, distribution, draw),
-                                  part_of(wholes[name], region.pieces)))
+                                  part_of(globals[name], region.pieces)))
                 << name << " " << at::IntArrayRef(shape) << " " << a << b;
           EXPECT_TRUE(same_bits(filled(region, at::kDouble, Distribution::normal(), draw),
                                 part_of(wide, region.pieces)));
@@ -224,8 +224,8 @@ TEST(Region, PiecesAreThoseOfTheGlobalTensor) {
 /// Of all dtypes: a part that begins and ends anywhere, and memory that is not contiguous.
 TEST(Region, AllDtypes) {
   const std::vector<at::ScalarType> floating{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
-  const std::vector<at::ScalarType> whole{at::kByte,   at::kChar,   at::kShort,  at::kInt, at::kLong,
-                                          at::kUInt16, at::kUInt32, at::kUInt64, at::kBool};
+  const std::vector<at::ScalarType> global{at::kByte,   at::kChar,   at::kShort,  at::kInt, at::kLong,
+                                           at::kUInt16, at::kUInt32, at::kUInt64, at::kBool};
   auto check = [](const std::string& name, at::ScalarType dtype) {
     const Distribution distribution = distributions().at(name);
     const Draw draw{5, 6};
@@ -245,7 +245,7 @@ TEST(Region, AllDtypes) {
   for (const auto& [name, distribution] : distributions()) {
     for (const at::ScalarType dtype : floating) check(name, dtype);
   }
-  for (const at::ScalarType dtype : whole) {
+  for (const at::ScalarType dtype : global) {
     check("bernoulli", dtype);
     check("all integers", dtype);
     if (dtype == at::kBool) continue;
@@ -587,7 +587,7 @@ TEST(Plain, AsLibtorchHasThem) {
 }
 
 TEST(Plain, ErrorsAreForPeople) {
-  const at::Tensor x = at::empty({3}), whole = at::empty({3}, at::kInt);
+  const at::Tensor x = at::empty({3}), global = at::empty({3}, at::kInt);
   expect_error<c10::Error>([&] { uniform_(x, 1, 0); }, {"uniform", "ascending"});
   expect_error<c10::Error>([&] { uniform_(at::empty({3}, at::kHalf), 0, 1e6); }, {"uniform", "Half"});
   expect_error<c10::Error>([&] { normal_(x, 0, -1); }, {"normal", "negative"});
@@ -598,7 +598,7 @@ TEST(Plain, ErrorsAreForPeople) {
   expect_error<c10::Error>([&] { bernoulli_(x, 1.5); }, {"bernoulli", "from 0 to 1"});
   expect_error<c10::Error>([&] { random_(x, 5, 5); }, {"random", "5"});
   expect_error<c10::Error>([&] { random_(at::empty({3}, at::kByte), 0, 300); }, {"random", "299", "Byte"});
-  expect_error<c10::NotImplementedError>([&] { normal_(whole); }, {"normal", "Int"});
+  expect_error<c10::NotImplementedError>([&] { normal_(global); }, {"normal", "Int"});
   expect_error<c10::Error>([&] { cauchy_(at::empty({3}, at::kComplexFloat)); }, {"cauchy", "ComplexFloat"});
   expect_error<c10::Error>([&] { normal_(at::empty({3}).requires_grad_()); }, {"NoGradGuard"});
   expect_error<c10::Error>([&] { random::bernoulli(at::full({3}, 2.0)); }, {"from 0 to 1"});

@@ -296,10 +296,10 @@ TEST(Execute, TensorsWithAnyStridesAndDims) {
         const Spec from(mesh, {Shard(a)}, {3, 4, 5}), to(mesh, {Shard(b)}, {3, 4, 5});
         const at::Tensor local = part_of(full, from).permute({2, 0, 1}).contiguous().permute({1, 2, 0});
         EXPECT_TRUE(at::equal(execute(plan(from, to), local), part_of(full, to)));
-        const Spec whole = to.with_placements({Replicate()});
-        const at::Tensor gathered = execute(plan(from, whole), local);
+        const Spec global = to.with_placements({Replicate()});
+        const at::Tensor gathered = execute(plan(from, global), local);
         EXPECT_TRUE(at::equal(gathered, full) && gathered.is_contiguous());
-        EXPECT_TRUE(at::equal(execute(plan(whole, to), full.transpose(0, 2).contiguous().transpose(0, 2)),
+        EXPECT_TRUE(at::equal(execute(plan(global, to), full.transpose(0, 2).contiguous().transpose(0, 2)),
                               part_of(full, to)));
       }
     }

@@ -237,11 +237,11 @@ TEST(Picking, Medians) {
         if (at::isFloatingType(dtype)) plain = plain.to(at::kDouble) * 0.37;
         if (dtype == at::kLong) plain = plain * (int64_t{1} << 49);
         plain = plain.to(dtype);
-        auto expect_same = [&](const at::Tensor& whole, const Placement& first, const Placement& second) {
-          const at::Tensor x = distribute_tensor(whole, mesh, {first, second}, std::nullopt);
-          EXPECT_TRUE(at::allclose(DTensor(x.median()).full_tensor(), whole.median(), 0, 0, true))
+        auto expect_same = [&](const at::Tensor& global, const Placement& first, const Placement& second) {
+          const at::Tensor x = distribute_tensor(global, mesh, {first, second}, std::nullopt);
+          EXPECT_TRUE(at::allclose(DTensor(x.median()).full_tensor(), global.median(), 0, 0, true))
               << size << dtype;
-          EXPECT_TRUE(at::allclose(DTensor(x.nanmedian()).full_tensor(), whole.nanmedian(), 0, 0, true));
+          EXPECT_TRUE(at::allclose(DTensor(x.nanmedian()).full_tensor(), global.nanmedian(), 0, 0, true));
         };
         expect_same(plain, Shard(0), Shard(0));
         expect_same(plain, Replicate(), Shard(0));

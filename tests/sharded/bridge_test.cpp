@@ -19,23 +19,23 @@ using testing::all_placements;
 using testing::chunks;
 using testing::expect_error;
 using testing::expect_parts;
+using testing::global_tensor;
 using testing::grid_spec;
 using testing::on_ranks;
 using testing::part;
-using testing::whole_tensor;
 
 TEST(Bridge, ChunksAreShardsWithoutCopying) {
   on_ranks(4, [](int64_t) {
     for (const std::vector<int64_t>& size : {std::vector<int64_t>{8, 4}, {10, 3}, {2, 5}}) {
       for (const int64_t dim : {0, 1, -1}) {
         for (const auto& order : {std::vector<int64_t>{0, 1, 2, 3}, {2, 0, 3, 1}}) {
-          const at::Tensor whole = whole_tensor(size);
-          const ShardedTensor tensor = shard_tensor(whole, chunks(dim, order));
+          const at::Tensor global = global_tensor(size);
+          const ShardedTensor tensor = shard_tensor(global, chunks(dim, order));
           const DTensor distributed = to_dtensor(tensor);
           EXPECT_EQ(distributed.placements(), Placements{tessera::Shard(dim < 0 ? 1 : dim)});
           EXPECT_EQ(distributed.device_mesh().ranks(), order);
           EXPECT_EQ(distributed.to_local().const_data_ptr(), tensor.local_tensor().const_data_ptr());
-          EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+          EXPECT_TRUE(at::equal(distributed.full_tensor(), global));
           const ShardedTensor back = from_dtensor(distributed);
           EXPECT_EQ(back.local_tensor().const_data_ptr(), tensor.local_tensor().const_data_ptr());
           EXPECT_EQ(back.metadata(), tensor.metadata());
@@ -47,27 +47,27 @@ TEST(Bridge, ChunksAreShardsWithoutCopying) {
 
 TEST(Bridge, GridsAreTwoShardsWithoutCopying) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor whole = whole_tensor({6, 4});
+    const at::Tensor global = global_tensor({6, 4});
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     const EnumerableShardingSpec grid({{{0, 0}, {3, 2}, "rank:0/cpu"},
                                        {{0, 2}, {3, 2}, "rank:1/cpu"},
                                        {{3, 0}, {3, 2}, "rank:2/cpu"},
                                        {{3, 2}, {3, 2}, "rank:3/cpu"}});
-    const ShardedTensor tensor = shard_tensor(whole, grid);
+    const ShardedTensor tensor = shard_tensor(global, grid);
     const DTensor distributed = to_dtensor(tensor, mesh, {tessera::Shard(0), tessera::Shard(1)});
     EXPECT_EQ(distributed.to_local().const_data_ptr(), tensor.local_tensor().const_data_ptr());
-    EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+    EXPECT_TRUE(at::equal(distributed.full_tensor(), global));
   });
 }
 
 TEST(Bridge, OtherTilingsAreCutFirst) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor whole = whole_tensor({7, 5});
-    const ShardedTensor tensor = shard_tensor(whole, grid_spec({7, 5}, 3));
-    EXPECT_TRUE(at::equal(to_dtensor(tensor).full_tensor(), whole));
+    const at::Tensor global = global_tensor({7, 5});
+    const ShardedTensor tensor = shard_tensor(global, grid_spec({7, 5}, 3));
+    EXPECT_TRUE(at::equal(to_dtensor(tensor).full_tensor(), global));
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     const DTensor distributed = to_dtensor(tensor, mesh, {tessera::Shard(1), tessera::Shard(1)});
-    EXPECT_TRUE(at::equal(distributed.full_tensor(), whole));
+    EXPECT_TRUE(at::equal(distributed.full_tensor(), global));
   });
 }
 
@@ -75,28 +75,28 @@ TEST(Bridge, EveryPlacementThatIsNotPartial) {
   on_ranks(4, [](int64_t) {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
     for (const std::vector<int64_t>& size : {std::vector<int64_t>{4, 6}, {5, 3}, {1, 2}, {0, 3}}) {
-      const at::Tensor whole = whole_tensor(size);
+      const at::Tensor global = global_tensor(size);
       for (const Placements& placements : all_placements(2, 2, /*partial=*/false)) {
-        const ShardedTensor tensor = from_dtensor(distribute_tensor(whole, mesh, placements));
-        expect_parts(tensor, whole);
+        const ShardedTensor tensor = from_dtensor(distribute_tensor(global, mesh, placements));
+        expect_parts(tensor, global);
         const at::Tensor gathered = tensor.gather(0);
-        if (gathered.defined()) EXPECT_TRUE(at::equal(gathered, whole));
+        if (gathered.defined()) EXPECT_TRUE(at::equal(gathered, global));
       }
       const ShardedTensor strided =
-          from_dtensor(distribute_tensor(whole, mesh, {StridedShard(0, 2), tessera::Shard(0)}));
-      expect_parts(strided, whole);
+          from_dtensor(distribute_tensor(global, mesh, {StridedShard(0, 2), tessera::Shard(0)}));
+      expect_parts(strided, global);
     }
   });
 }
 
 TEST(Bridge, GradientsFlow) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor whole = whole_tensor({6, 5});
-    const ShardedTensor tensor = shard_tensor(whole.clone().requires_grad_(), chunks(0, {0, 1, 2, 3}));
+    const at::Tensor global = global_tensor({6, 5});
+    const ShardedTensor tensor = shard_tensor(global.clone().requires_grad_(), chunks(0, {0, 1, 2, 3}));
     (to_dtensor(tensor) * 3).sum().backward();
     EXPECT_TRUE((tensor.local_tensor().grad() == 3).all().item<bool>());
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
-    const at::Tensor leaf = distribute_tensor(whole, mesh, {tessera::Shard(0)}).requires_grad_();
+    const at::Tensor leaf = distribute_tensor(global, mesh, {tessera::Shard(0)}).requires_grad_();
     const ShardedTensor sharded = from_dtensor(leaf);
     EXPECT_TRUE(sharded.requires_grad());
     (sharded.local_tensor() * 2).sum().backward();
@@ -107,24 +107,24 @@ TEST(Bridge, GradientsFlow) {
 // Also where a rank holds nothing on one side, or a replica that is no shard.
 TEST(Bridge, GradientsFlowOnEveryRank) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor whole = whole_tensor({6, 3});
+    const at::Tensor global = global_tensor({6, 3});
     const DeviceMesh line = init_device_mesh(at::kCPU, {4}), square = init_device_mesh(at::kCPU, {2, 2});
     for (const auto& spec : {chunks(0, {0, 1}), chunks(1, {3}), chunks(0, {0, 1, 2, 3})}) {
       for (const int64_t dim : {0, 1}) {  // along dim 1 the last rank holds nothing
-        const ShardedTensor tensor = shard_tensor(whole.clone().requires_grad_(), spec);
+        const ShardedTensor tensor = shard_tensor(global.clone().requires_grad_(), spec);
         const at::Tensor distributed = to_dtensor(tensor, line, {Shard(static_cast<int32_t>(dim))});
         (distributed * distributed).sum().backward();
         ASSERT_TRUE(tensor.grad().defined());
-        expect_parts(tensor.grad(), whole * 2);
+        expect_parts(tensor.grad(), global * 2);
       }
     }
     for (const Placements& placements :
          {Placements{Shard(0), Replicate()}, {Replicate(), Shard(1)}, {Replicate(), Replicate()}}) {
-      const at::Tensor leaf = distribute_tensor(whole, square, placements).requires_grad_();
+      const at::Tensor leaf = distribute_tensor(global, square, placements).requires_grad_();
       at::Tensor loss = at::zeros({});
       for (const at::Tensor& local : from_dtensor(leaf).local_tensors()) loss = loss + local.square().sum();
       loss.backward();
-      EXPECT_TRUE(at::equal(DTensor(leaf.grad()).full_tensor(), whole * 2));
+      EXPECT_TRUE(at::equal(DTensor(leaf.grad()).full_tensor(), global * 2));
     }
   });
 }

@@ -23,9 +23,9 @@ using testing::chunks;
 using testing::error_of;
 using testing::expect_close;
 using testing::expect_error;
+using testing::global_tensor;
 using testing::on_ranks;
 using testing::part;
-using testing::whole_tensor;
 
 at::Tensor numbers(at::IntArrayRef shape, int64_t seed) {
   return (at::remainder(at::arange(c10::multiply_integers(shape)) * 7 + seed, 11) - 5)
@@ -69,7 +69,7 @@ TEST(ShardParameter, ReplacesItEverywhere) {
     torch::nn::Linear linear(6, 10);
     {
       const torch::NoGradGuard no_grad;
-      linear->weight.copy_(whole_tensor({10, 6}) * (rank == 2 ? 1 : 0));
+      linear->weight.copy_(global_tensor({10, 6}) * (rank == 2 ? 1 : 0));
     }
     shard_parameter(*linear, "weight", chunks(0, {0, 1, 2, 3}), /*src_rank=*/2);
     ASSERT_TRUE(ShardedTensor::is_sharded_tensor(linear->weight));
@@ -77,7 +77,7 @@ TEST(ShardParameter, ReplacesItEverywhere) {
     EXPECT_TRUE(linear->weight.requires_grad());
     const ShardedTensor weight(linear->weight);
     EXPECT_TRUE(at::equal(weight.local_tensor().detach(),
-                          part(whole_tensor({10, 6}), {3 * rank, 0}, {rank < 3 ? 3 : 1, 6})));
+                          part(global_tensor({10, 6}), {3 * rank, 0}, {rank < 3 ? 3 : 1, 6})));
     EXPECT_EQ(linear->parameters().size(), 2);
   });
 }
@@ -546,14 +546,14 @@ struct PassImpl : torch::nn::Module {
 TEST(ShardModule, Outputs) {
   on_ranks(4, [](int64_t rank) {
     const auto pass = std::make_shared<PassImpl>();
-    const at::Tensor tensor = shard_tensor(whole_tensor({4, 8}), chunks(1, {0, 1, 2, 3}));
+    const at::Tensor tensor = shard_tensor(global_tensor({4, 8}), chunks(1, {0, 1, 2, 3}));
     EXPECT_TRUE(call(pass, tensor).is_same(tensor));
     ShardingPlan plan;
     plan.output_plan[""] = chunks(0, {0, 1, 2, 3}).clone();
     shard_module(*pass, plan);
     EXPECT_TRUE(ShardedTensor(call(pass, tensor)).sharding_spec() == chunks(0, {0, 1, 2, 3}));
     collect_local_shard(*pass);
-    EXPECT_TRUE(at::equal(call(pass, tensor), whole_tensor({4, 8})[rank]));  // [8], not [1, 8]
+    EXPECT_TRUE(at::equal(call(pass, tensor), global_tensor({4, 8})[rank]));  // [8], not [1, 8]
     EXPECT_TRUE(at::equal(call(pass, at::ones({2})), at::ones({2})));
     EXPECT_TRUE(pass->parameters().empty());
   });

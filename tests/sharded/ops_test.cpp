@@ -23,8 +23,8 @@ namespace {
 using testing::chunks;
 using testing::error_of;
 using testing::expect_error;
+using testing::global_tensor;
 using testing::on_ranks;
-using testing::whole_tensor;
 
 // --- built in
 
@@ -52,7 +52,7 @@ TEST(ShardedOps, EqualAndAllclose) {
     std::vector<ShardMetadata> shards = ShardedTensor(a).metadata().shards_metadata;
     std::mt19937 random(3);
     for (int i = 0; i < 5; ++i) {
-      const at::Tensor values = whole_tensor({10, 4});
+      const at::Tensor values = global_tensor({10, 4});
       std::shuffle(shards.begin(), shards.end(), random);
       const at::Tensor shuffled = shard_tensor(values, EnumerableShardingSpec(shards));
       const at::Tensor ordered = shard_tensor(values, spec);
@@ -218,7 +218,7 @@ TEST(ShardedOps, UnknownOnesSaySo) {
 /// As on one device, also on ranks that hold several shards, or none, and with gradients.
 TEST(ShardedOps, PointwiseOnesComputeOnLocalShards) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor a = whole_tensor({7, 5}) / 10 + 1, b = (whole_tensor({7, 5}) - 7) / 3;
+    const at::Tensor a = global_tensor({7, 5}) / 10 + 1, b = (global_tensor({7, 5}) - 7) / 3;
     for (const ShardingSpecPtr& spec :
          {chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {0, 2, 0}).clone(), testing::irregular_spec().clone()}) {
       auto same = [&](const std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>& function) {
@@ -266,21 +266,21 @@ TEST(ShardedOps, Reductions) {
     for (const ShardingSpecPtr& spec :
          {chunks(0, {0, 1, 2, 3}).clone(), chunks(1, {0, 2, 0}).clone(), testing::irregular_spec().clone()}) {
       for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kComplexFloat}) {
-        const at::Tensor whole = ((whole_tensor({7, 5}) - 9) / 4).to(dtype);
-        const at::Tensor tensor = shard_tensor(whole, *spec);
+        const at::Tensor global = ((global_tensor({7, 5}) - 9) / 4).to(dtype);
+        const at::Tensor tensor = shard_tensor(global, *spec);
         for (const double p : {2.0, 1.0, 3.0, 0.0, -1.0, inf, -inf}) {
-          const at::Tensor norm = tensor.norm(p), expected = whole.norm(p);
+          const at::Tensor norm = tensor.norm(p), expected = global.norm(p);
           EXPECT_EQ(norm.scalar_type(), expected.scalar_type());
           EXPECT_TRUE(at::allclose(norm, expected, 1e-2)) << p << norm << expected;
         }
         if (dtype == at::kComplexFloat) continue;
-        EXPECT_TRUE(at::equal(tensor.max(), whole.max()) && at::equal(tensor.min(), whole.min()));
-        const at::Tensor broken = whole.clone();
+        EXPECT_TRUE(at::equal(tensor.max(), global.max()) && at::equal(tensor.min(), global.min()));
+        const at::Tensor broken = global.clone();
         broken[6][4] = std::numeric_limits<double>::quiet_NaN();
         EXPECT_TRUE(shard_tensor(broken, *spec).max().isnan().item<bool>());
         EXPECT_TRUE(shard_tensor(broken, *spec).norm().isnan().item<bool>());
       }
-      EXPECT_EQ(at::max(shard_tensor(whole_tensor({7, 5}).to(at::kLong) - 50, *spec)).item<int64_t>(), -16);
+      EXPECT_EQ(at::max(shard_tensor(global_tensor({7, 5}).to(at::kLong) - 50, *spec)).item<int64_t>(), -16);
     }
     EXPECT_EQ(zeros(chunks(0, {0, 1, 2, 3}), {0, 3}).norm().item<double>(), 0);
     EXPECT_THROW(zeros(chunks(0, {0, 1, 2, 3}), {0, 3}).max(), c10::Error);
@@ -311,8 +311,8 @@ TEST(CustomOps, AShardedLinear) {
   custom_sharded_op("aten::linear", sharded_linear);
   on_ranks(4, [](int64_t rank) {
     const at::NoGradGuard no_grad;
-    const at::Tensor weight = whole_tensor({10, 3}) / 10, bias = whole_tensor({10});
-    const at::Tensor input = whole_tensor({5, 3}) + rank;
+    const at::Tensor weight = global_tensor({10, 3}) / 10, bias = global_tensor({10});
+    const at::Tensor input = global_tensor({5, 3}) + rank;
     const at::Tensor sharded = shard_tensor(weight, chunks(0, {0, 1, 2, 3}));
     EXPECT_TRUE(at::allclose(at::linear(input, sharded, bias), at::linear(input, weight, bias)));
     EXPECT_TRUE(at::allclose(at::linear(input, sharded), at::linear(input, weight)));

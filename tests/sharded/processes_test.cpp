@@ -19,11 +19,11 @@ using testing::expect_close;
 using testing::expect_error;
 using testing::expect_ok;
 using testing::expect_parts;
+using testing::global_tensor;
 using testing::grid_spec;
 using testing::irregular_spec;
 using testing::part;
 using testing::spawn_ranks;
-using testing::whole_tensor;
 
 RANK_BODY(sample) {
   launch(1, [] {
@@ -31,15 +31,15 @@ RANK_BODY(sample) {
     const int64_t rank = get_rank();
     // Resharded and gathered, in dtypes that gloo knows and does not know.
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat}) {
-      const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
-      const ShardedTensor tensor = shard_tensor(whole, chunks(0, {2, 0, 1, 3}), 1);
-      expect_parts(tensor, whole);
+      const at::Tensor global = global_tensor({7, 5}).to(dtype);
+      const ShardedTensor tensor = shard_tensor(global, chunks(0, {2, 0, 1, 3}), 1);
+      expect_parts(tensor, global);
       const ShardedTensor resharded = tensor.reshard(irregular_spec());
-      expect_parts(resharded, whole);
-      expect_parts(resharded.reshard(chunks(1, {0, 1})), whole);
+      expect_parts(resharded, global);
+      expect_parts(resharded.reshard(chunks(1, {0, 1})), global);
       const at::Tensor gathered = resharded.gather(3);
-      if (rank == 3) EXPECT_TRUE(at::equal(gathered, whole));
-      EXPECT_TRUE(at::equal(tensor, shard_tensor(whole, chunks(0, {2, 0, 1, 3}))));
+      if (rank == 3) EXPECT_TRUE(at::equal(gathered, global));
+      EXPECT_TRUE(at::equal(tensor, shard_tensor(global, chunks(0, {2, 0, 1, 3}))));
     }
     // What does not fit on one rank is an error on every one.
     expect_error<c10::ValueError>(
@@ -50,7 +50,7 @@ RANK_BODY(sample) {
         },
         {"none has element [2, 3]"});
     // Lookups and their gradients.
-    const at::Tensor table = whole_tensor({9, 4}) / 10;
+    const at::Tensor table = global_tensor({9, 4}) / 10;
     const ShardedTensor weight = shard_tensor(table.clone().requires_grad_(), grid_spec({9, 4}, 4));
     const at::Tensor indices = at::remainder(at::arange(5) * (rank + 1), 9);
     const at::Tensor rows = at::embedding(weight, indices);

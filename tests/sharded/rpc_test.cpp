@@ -21,28 +21,28 @@ namespace {
 using testing::chunks;
 using testing::expect_error;
 using testing::expect_ok;
+using testing::global_tensor;
 using testing::part;
 using testing::spawn_ranks;
-using testing::whole_tensor;
 using namespace std::chrono_literals;
 
 void barrier() { comm::barrier(current_world()->group()).wait(); }
 
 /// The same tensor as shards on three ranks; each is a tensor of its own.
-ShardedTensor sharded_by(const at::Tensor& whole, const ShardingSpec& spec, const Ranks& ranks = {}) {
+ShardedTensor sharded_by(const at::Tensor& global, const ShardingSpec& spec, const Ranks& ranks = {}) {
   std::vector<LocalShard> mine;
-  const auto metadata = spec.build_metadata(whole.sizes(), TensorProperties::of(whole));
+  const auto metadata = spec.build_metadata(global.sizes(), TensorProperties::of(global));
   for (const ShardMetadata& shard : metadata.shards_metadata) {
     const auto rank = shard.placement->rank() ? shard.placement->rank()
                                               : rpc::worker_rank(shard.placement->worker_name().value());
-    if (rank == get_rank()) mine.emplace_back(part(whole, shard.shard_offsets, shard.shard_sizes), shard);
+    if (rank == get_rank()) mine.emplace_back(part(global, shard.shard_offsets, shard.shard_sizes), shard);
   }
   return init_from_local_shards_and_global_metadata(mine, metadata, {ranks, /*init_rrefs=*/true});
 }
 
 /// Each shard is with its owner, and what `to_here` gives is its part of the whole. Gives their number.
 /// Collective over all ranks, so that none lets its tensor go too early.
-int64_t expect_remote_parts(const ShardedTensor& tensor, const at::Tensor& whole) {
+int64_t expect_remote_parts(const ShardedTensor& tensor, const at::Tensor& global) {
   int64_t count = 0;
   EXPECT_FALSE(tensor.remote_shards().contains(get_rank()));
   for (const auto& [owner, shards] : tensor.remote_shards()) {
@@ -50,9 +50,9 @@ int64_t expect_remote_parts(const ShardedTensor& tensor, const at::Tensor& whole
       EXPECT_EQ(shard.owner(), owner);
       const LocalShard here = shard.to_here();
       EXPECT_EQ(here.metadata, shard.metadata());
-      const at::Tensor expected = part(whole, here.metadata.shard_offsets, here.metadata.shard_sizes);
+      const at::Tensor expected = part(global, here.metadata.shard_offsets, here.metadata.shard_sizes);
       EXPECT_TRUE(here.tensor.equal(expected)) << here.metadata << "\n" << here.tensor;
-      EXPECT_EQ(here.tensor.scalar_type(), whole.scalar_type());
+      EXPECT_EQ(here.tensor.scalar_type(), global.scalar_type());
       EXPECT_FALSE(here.tensor.requires_grad());
       ++count;
     }
@@ -66,19 +66,19 @@ void on_three_ranks() {
   const int64_t rank = get_rank();
   // Several shards on rank 1, an empty one at the end.
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexDouble}) {
-    const at::Tensor whole = whole_tensor({7, 5}).to(dtype);
-    const ShardedTensor tensor = sharded_by(whole, chunks(0, {1, 0, 1, 2, 1}));
-    EXPECT_EQ(expect_remote_parts(tensor, whole), rank == 1 ? 2 : 4);
+    const at::Tensor global = global_tensor({7, 5}).to(dtype);
+    const ShardedTensor tensor = sharded_by(global, chunks(0, {1, 0, 1, 2, 1}));
+    EXPECT_EQ(expect_remote_parts(tensor, global), rank == 1 ? 2 : 4);
   }
   // Nothing on rank 1: it reads the others', and is in nobody's list.
-  const at::Tensor whole = whole_tensor({4, 6});
-  const ShardedTensor two = sharded_by(whole, chunks(1, {2, 0}));
-  EXPECT_EQ(expect_remote_parts(two, whole), rank == 1 ? 2 : 1);
+  const at::Tensor global = global_tensor({4, 6});
+  const ShardedTensor two = sharded_by(global, chunks(1, {2, 0}));
+  EXPECT_EQ(expect_remote_parts(two, global), rank == 1 ? 2 : 1);
   EXPECT_FALSE(two.remote_shards().contains(1));
 
   // Some of the ranks only.
-  const ShardedTensor apart = sharded_by(whole, chunks(1, {2, 0}), Ranks{2, 0});
-  EXPECT_EQ(expect_remote_parts(apart, whole), rank == 1 ? 0 : 1);
+  const ShardedTensor apart = sharded_by(global, chunks(1, {2, 0}), Ranks{2, 0});
+  EXPECT_EQ(expect_remote_parts(apart, global), rank == 1 ? 0 : 1);
 
   // Other orders of local shards than the metadata's.
   const auto spec = chunks(0, {0, 0, 1, 2});
@@ -86,9 +86,9 @@ void on_three_ranks() {
   std::vector<LocalShard> mine;
   for (auto shard = metadata.shards_metadata.rbegin(); shard != metadata.shards_metadata.rend(); ++shard) {
     if (shard->placement->rank() == rank)
-      mine.emplace_back(part(whole, shard->shard_offsets, shard->shard_sizes), *shard);
+      mine.emplace_back(part(global, shard->shard_offsets, shard->shard_sizes), *shard);
   }
-  expect_remote_parts(init_from_local_shards_and_global_metadata(mine, metadata, {{}, true}), whole);
+  expect_remote_parts(init_from_local_shards_and_global_metadata(mine, metadata, {{}, true}), global);
 
   // It is a copy, of what is there at the time.
   const ShardedTensor changing = sharded_by(at::zeros({3, 2}), chunks(0, {0, 1, 2}));
@@ -102,20 +102,20 @@ void on_three_ranks() {
   EXPECT_TRUE(other.to_here().tensor.equal(at::full({1, 2}, static_cast<float>(next))));
 
   // What is made of it has remote shards too; its gradient, which is not collective, has none.
-  const ShardedTensor again = sharded_by(whole, chunks(0, {0, 1, 2})).reshard(chunks(1, {2, 1, 0}));
-  EXPECT_EQ(expect_remote_parts(again, whole), 2);
-  const ShardedTensor learning = sharded_by(whole.detach().clone(), chunks(0, {0, 1, 2})).requires_grad_();
+  const ShardedTensor again = sharded_by(global, chunks(0, {0, 1, 2})).reshard(chunks(1, {2, 1, 0}));
+  EXPECT_EQ(expect_remote_parts(again, global), 2);
+  const ShardedTensor learning = sharded_by(global.detach().clone(), chunks(0, {0, 1, 2})).requires_grad_();
   learning.local_tensor().sum().backward();
-  expect_remote_parts(learning, whole);
+  expect_remote_parts(learning, global);
   if (rank == 0) expect_error<c10::Error>([&] { learning.grad().remote_shards(); }, {"init_rrefs"});
 
   // When it goes away it cannot be read any more, but until then by any who hold it.
-  ShardedTensor gone = sharded_by(whole, chunks(0, {0, 1, 2}));
+  ShardedTensor gone = sharded_by(global, chunks(0, {0, 1, 2}));
   const RemoteShard handle = gone.remote_shards().at(next).at(0);
   ShardedTensor alias = gone.detach();
   gone = {};
   barrier();
-  EXPECT_EQ(expect_remote_parts(alias, whole), 2);
+  EXPECT_EQ(expect_remote_parts(alias, global), 2);
   barrier();
   alias = {};
   barrier();
@@ -128,7 +128,7 @@ TEST(RemoteShards, BetweenThreads) {
   run(3, [] {
     rpc::init_rpc();
     on_three_ranks();
-    const ShardedTensor tensor = sharded_by(whole_tensor({3, 2}), chunks(0, {0, 1, 2}));
+    const ShardedTensor tensor = sharded_by(global_tensor({3, 2}), chunks(0, {0, 1, 2}));
     const RemoteShard& shard = tensor.remote_shards().at((get_rank() + 1) % 3).at(0);
     expect_error<c10::Error>([&] { shard.rref(); }, {"is a thread of this process", "to_here"});
     barrier();
@@ -140,10 +140,10 @@ RANK_BODY(remote_shards) {
   launch(1, [] {
     at::set_num_threads(1);
     const int64_t rank = get_rank();
-    const at::Tensor whole = whole_tensor({6, 4});
+    const at::Tensor global = global_tensor({6, 4});
     expect_error<c10::Error>(
         [&] {
-          sharded_by(whole, chunks(0, {0, 1, 2}));
+          sharded_by(global, chunks(0, {0, 1, 2}));
         },
         {"init_rrefs", "on rank 0 RPC is not initialized", "init_rpc"});
     rpc::init_rpc();
@@ -151,20 +151,20 @@ RANK_BODY(remote_shards) {
     {
       // Workers by their names, and libtorch's own references to their shards.
       const ShardedTensor named =
-          sharded_by(whole, ChunkShardingSpec(0, {"worker2/cpu", "worker0/cpu", "rank:1/cpu"}));
-      EXPECT_EQ(expect_remote_parts(named, whole), 2);
+          sharded_by(global, ChunkShardingSpec(0, {"worker2/cpu", "worker0/cpu", "rank:1/cpu"}));
+      EXPECT_EQ(expect_remote_parts(named, global), 2);
       for (const auto& [owner, shards] : named.remote_shards()) {
         const rpc::RRef rref = shards.at(0).rref();
         EXPECT_EQ(rref->owner(), owner);
         EXPECT_TRUE(rref->toHere().toTensor().equal(shards.at(0).to_here().tensor));
       }
-      expect_error<c10::ValueError>([&] { sharded_by(whole, ChunkShardingSpec(0, {"nobody/cpu"})); },
+      expect_error<c10::ValueError>([&] { sharded_by(global, ChunkShardingSpec(0, {"nobody/cpu"})); },
                                     {"no worker \"nobody\""});
       barrier();
     }
     {
       // An RRef keeps what it refers to.
-      ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
+      ShardedTensor tensor = sharded_by(global, chunks(0, {0, 1, 2}));
       const RemoteShard shard = tensor.remote_shards().at((rank + 1) % 3).at(0);
       const rpc::RRef rref = shard.rref();
       const at::Tensor before = rref->toHere().toTensor();
@@ -179,13 +179,13 @@ RANK_BODY(remote_shards) {
 
     // If one rank has no RPC, all learn of it.
     rpc::init_rpc();
-    const ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
-    EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
+    const ShardedTensor tensor = sharded_by(global, chunks(0, {0, 1, 2}));
+    EXPECT_EQ(expect_remote_parts(tensor, global), 2);
     barrier();
     if (rank == 1) rpc::shutdown(/*graceful=*/false);
     expect_error<c10::Error>(
         [&] {
-          sharded_by(whole, chunks(0, {0, 1, 2}));
+          sharded_by(global, chunks(0, {0, 1, 2}));
         },
         {"on rank 1 RPC is not initialized"});
     rpc::shutdown(/*graceful=*/false);
@@ -199,9 +199,9 @@ RANK_BODY(remote_killed) {
     rpc::Options options;
     options.timeout = 20s;
     rpc::init_rpc(options);
-    const at::Tensor whole = whole_tensor({6, 4});
-    const ShardedTensor tensor = sharded_by(whole, chunks(0, {0, 1, 2}));
-    EXPECT_EQ(expect_remote_parts(tensor, whole), 2);
+    const at::Tensor global = global_tensor({6, 4});
+    const ShardedTensor tensor = sharded_by(global, chunks(0, {0, 1, 2}));
+    EXPECT_EQ(expect_remote_parts(tensor, global), 2);
     barrier();
     if (get_rank() == 2) raise(SIGKILL);
     bool is_dead = false;
@@ -215,7 +215,8 @@ RANK_BODY(remote_killed) {
     }
     // The others still have theirs.
     const int64_t other = 1 - get_rank();
-    EXPECT_TRUE(tensor.remote_shards().at(other).at(0).to_here().tensor.equal(whole.narrow(0, 2 * other, 2)));
+    EXPECT_TRUE(
+        tensor.remote_shards().at(other).at(0).to_here().tensor.equal(global.narrow(0, 2 * other, 2)));
     expect_error<c10::Error>([] { rpc::shutdown(true, 3s); }, {"for ranks [2] to shut down"});
   });
 }

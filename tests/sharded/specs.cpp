@@ -47,22 +47,22 @@ EnumerableShardingSpec random_spec(std::mt19937& random, const std::vector<int64
   return EnumerableShardingSpec(std::move(tiles));
 }
 
-at::Tensor whole_tensor(at::IntArrayRef size) {
+at::Tensor global_tensor(at::IntArrayRef size) {
   return at::arange(c10::multiply_integers(size), at::kFloat).view(size);
 }
 
-at::Tensor part(const at::Tensor& whole, const std::vector<int64_t>& offsets,
+at::Tensor part(const at::Tensor& global, const std::vector<int64_t>& offsets,
                 const std::vector<int64_t>& sizes) {
-  at::Tensor result = whole.detach();
+  at::Tensor result = global.detach();
   for (size_t dim = 0; dim < offsets.size(); ++dim)
     result = result.narrow(static_cast<int64_t>(dim), offsets[dim], sizes[dim]);
   return result.clone(at::MemoryFormat::Contiguous);
 }
 
-void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& whole) {
+void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& global) {
   for (const sharded::LocalShard& shard : tensor.local_shards()) {
     const auto& [offsets, sizes] = std::tie(shard.metadata.shard_offsets, shard.metadata.shard_sizes);
-    EXPECT_TRUE(at::equal(shard.tensor.detach(), part(whole, offsets, sizes))) << shard.metadata;
+    EXPECT_TRUE(at::equal(shard.tensor.detach(), part(global, offsets, sizes))) << shard.metadata;
     EXPECT_TRUE(shard.tensor.is_contiguous()) << shard.metadata;
   }
 }

@@ -29,13 +29,13 @@ EnumerableShardingSpec random_spec(std::mt19937& random, const std::vector<int64
                                    int64_t ranks);
 
 /// The same numbers on every rank, all different.
-at::Tensor whole_tensor(at::IntArrayRef size);
+at::Tensor global_tensor(at::IntArrayRef size);
 /// A contiguous copy of a box of it.
-at::Tensor part(const at::Tensor& whole, const std::vector<int64_t>& offsets,
+at::Tensor part(const at::Tensor& global, const std::vector<int64_t>& offsets,
                 const std::vector<int64_t>& sizes);
 
 /// What this rank holds of a tensor is what it should be.
-void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& whole);
+void expect_parts(const sharded::ShardedTensor& tensor, const at::Tensor& global);
 
 /// Ranks that are threads, with one thread in each operator.
 void on_ranks(int64_t count, const std::function<void(int64_t rank)>& body);

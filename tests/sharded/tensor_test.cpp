@@ -31,12 +31,12 @@ using testing::error_of;
 using testing::expect_close;
 using testing::expect_error;
 using testing::expect_parts;
+using testing::global_tensor;
 using testing::grid_spec;
 using testing::irregular_spec;
 using testing::on_ranks;
 using testing::part;
 using testing::random_spec;
-using testing::whole_tensor;
 
 // --- made from specs
 
@@ -49,21 +49,21 @@ TEST(ShardedTensorInit, EachRankHoldsItsShards) {
     EXPECT_EQ(tensor.local_shards()[0].metadata.shard_offsets, (std::vector<int64_t>{3 * rank, 0}));
     EXPECT_EQ(tensor.metadata().shards_metadata.size(), 4);
     // It is a tensor as a whole.
-    const at::Tensor whole = tensor;
-    EXPECT_EQ(whole.sizes(), at::IntArrayRef({10, 6}));
-    EXPECT_EQ(whole.dim(), 2);
-    EXPECT_EQ(whole.size(0), 10);
-    EXPECT_EQ(whole.numel(), 60);
-    EXPECT_EQ(whole.scalar_type(), at::kDouble);
-    EXPECT_EQ(whole.device(), at::kCPU);
-    EXPECT_EQ(whole.layout(), at::kStrided);
-    EXPECT_TRUE(whole.is_contiguous() && whole.is_floating_point() && !whole.requires_grad());
-    EXPECT_TRUE(ShardedTensor::is_sharded_tensor(whole));
-    EXPECT_TRUE(ShardedTensor(whole).is_same(tensor));
+    const at::Tensor global = tensor;
+    EXPECT_EQ(global.sizes(), at::IntArrayRef({10, 6}));
+    EXPECT_EQ(global.dim(), 2);
+    EXPECT_EQ(global.size(0), 10);
+    EXPECT_EQ(global.numel(), 60);
+    EXPECT_EQ(global.scalar_type(), at::kDouble);
+    EXPECT_EQ(global.device(), at::kCPU);
+    EXPECT_EQ(global.layout(), at::kStrided);
+    EXPECT_TRUE(global.is_contiguous() && global.is_floating_point() && !global.requires_grad());
+    EXPECT_TRUE(ShardedTensor::is_sharded_tensor(global));
+    EXPECT_TRUE(ShardedTensor(global).is_same(tensor));
     EXPECT_TRUE(tensor.sharding_spec() == chunks(0, {0, 1, 2, 3}));
     EXPECT_FALSE(ShardedTensor::is_sharded_tensor(at::ones({2})));
     EXPECT_THROW(ShardedTensor(at::ones({2})), c10::Error);
-    expect_error<c10::Error>([&] { whole.const_data_ptr(); }, {"ShardedTensor"});
+    expect_error<c10::Error>([&] { global.const_data_ptr(); }, {"ShardedTensor"});
   });
 }
 
@@ -213,32 +213,32 @@ TEST(ShardedTensorInit, RequiresGradIsOneTruth) {
 
 TEST(ShardedTensorFromLocalShards, FindsTheWhole) {
   on_ranks(4, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({10, 6});
+    const at::Tensor global = global_tensor({10, 6});
     // A grid, two shards a rank, on one rank none.
     std::vector<LocalShard> shards;
     if (rank == 0) {
-      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 0}, {5, 2}), {0, 0}, 0));
-      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {5, 0}, {5, 6}), {5, 0}, 0));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(global, {0, 0}, {5, 2}), {0, 0}, 0));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(global, {5, 0}, {5, 6}), {5, 0}, 0));
     } else if (rank == 2) {
-      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 2}, {5, 3}), {0, 2}, 2));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(global, {0, 2}, {5, 3}), {0, 2}, 2));
     } else if (rank == 3) {
-      shards.push_back(LocalShard::from_tensor_and_offsets(part(whole, {0, 5}, {5, 1}), {0, 5}, 3));
+      shards.push_back(LocalShard::from_tensor_and_offsets(part(global, {0, 5}, {5, 1}), {0, 5}, 3));
     }
     const ShardedTensor tensor = init_from_local_shards(shards, {10, 6});
     EXPECT_EQ(tensor.metadata().shards_metadata.size(), 4);
     EXPECT_EQ(tensor.local_shards().size(), shards.size());
     if (!shards.empty()) EXPECT_TRUE(tensor.local_shards()[0].tensor.is_same(shards[0].tensor));
     const at::Tensor gathered = tensor.gather(1);
-    if (rank == 1) EXPECT_TRUE(at::equal(gathered, whole));
+    if (rank == 1) EXPECT_TRUE(at::equal(gathered, global));
   });
 }
 
 TEST(ShardedTensorFromLocalShards, KnowsChunks) {
   on_ranks(4, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({10, 6});
+    const at::Tensor global = global_tensor({10, 6});
     const int64_t place = (rank + 1) % 4, size = place < 3 ? 3 : 1;  // permuted
     const ShardedTensor tensor = init_from_local_shards(
-        {LocalShard::from_tensor_and_offsets(part(whole, {3 * place, 0}, {size, 6}), {3 * place, 0}, rank)},
+        {LocalShard::from_tensor_and_offsets(part(global, {3 * place, 0}, {size, 6}), {3 * place, 0}, rank)},
         {10, 6});
     EXPECT_TRUE(tensor.sharding_spec() == chunks(0, {3, 0, 1, 2})) << tensor.sharding_spec();
   });
@@ -484,19 +484,19 @@ TEST(ShardedTensorFromMetadata, IsChecked) {
 /// Local shards are in the order of the metadata, in whichever they were given.
 TEST(ShardedTensorFromMetadata, ShardsComeInAnyOrder) {
   on_ranks(2, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({4, 2});
+    const at::Tensor global = global_tensor({4, 2});
     ShardedTensorMetadata metadata = chunks(0, {0, 1, 1, 0}).build_metadata({4, 2}, {});
-    metadata.tensor_properties.dtype = whole.scalar_type();
+    metadata.tensor_properties.dtype = global.scalar_type();
     std::vector<LocalShard> shards;
     for (const ShardMetadata& each : metadata.shards_metadata) {
       if (each.placement->rank() == rank)
-        shards.insert(shards.begin(), {part(whole, each.shard_offsets, each.shard_sizes), each});
+        shards.insert(shards.begin(), {part(global, each.shard_offsets, each.shard_sizes), each});
     }
     const ShardedTensor tensor = init_from_local_shards_and_global_metadata(shards, metadata);
-    expect_parts(tensor, whole);
+    expect_parts(tensor, global);
     for (int64_t dst = 0; dst < 2; ++dst) {
       const at::Tensor gathered = tensor.gather(dst);
-      if (rank == dst) EXPECT_TRUE(at::equal(gathered, whole)) << gathered;
+      if (rank == dst) EXPECT_TRUE(at::equal(gathered, global)) << gathered;
     }
     shards[0] = shards[1];
     expect_error<c10::ValueError>([&] { init_from_local_shards_and_global_metadata(shards, metadata); },
@@ -525,13 +525,13 @@ TEST(ShardedTensorGather, AnyTilingToAnyRank) {
   specs.push_back(irregular_spec().clone());
   for (int i = 0; i < 5; ++i) specs.push_back(random_spec(random, {7, 5}, 9, 4).clone());
   on_ranks(4, [&](int64_t rank) {
-    const at::Tensor whole = whole_tensor({7, 5});
+    const at::Tensor global = global_tensor({7, 5});
     for (const auto& spec : specs) {
-      const ShardedTensor tensor = spec->shard(whole, 2);
+      const ShardedTensor tensor = spec->shard(global, 2);
       for (int64_t dst = 0; dst < 4; ++dst) {
         const at::Tensor gathered = tensor.gather(dst);
         ASSERT_EQ(gathered.defined(), rank == dst);
-        if (rank == dst) ASSERT_TRUE(at::equal(gathered, whole)) << *spec;
+        if (rank == dst) ASSERT_TRUE(at::equal(gathered, global)) << *spec;
       }
     }
   });
@@ -539,20 +539,20 @@ TEST(ShardedTensorGather, AnyTilingToAnyRank) {
 
 TEST(ShardedTensorGather, IntoAGivenTensor) {
   on_ranks(4, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({10, 3});
-    const ShardedTensor tensor = chunks(0, {0, 1, 2, 3}).shard(whole);
+    const at::Tensor global = global_tensor({10, 3});
+    const ShardedTensor tensor = chunks(0, {0, 1, 2, 3}).shard(global);
     at::Tensor out = rank == 1 ? at::zeros({3, 10}).t() : at::Tensor();  // need not be contiguous
     const at::Tensor gathered = tensor.gather(1, {.out = out});
     if (rank == 1) {
       EXPECT_TRUE(gathered.is_same(out));
-      EXPECT_TRUE(at::equal(out, whole));
+      EXPECT_TRUE(at::equal(out, global));
     }
     // In another dtype, and into one.
     const at::Tensor half = tensor.gather(0, {.dtype = at::kHalf});
     if (rank == 0) EXPECT_EQ(half.scalar_type(), at::kHalf);
     out = rank == 0 ? at::zeros({10, 3}, at::kDouble) : at::Tensor();
     tensor.gather(0, {.out = out});
-    if (rank == 0) EXPECT_TRUE(at::equal(out, whole.to(at::kDouble)));
+    if (rank == 0) EXPECT_TRUE(at::equal(out, global.to(at::kDouble)));
     if (rank == 0) {
       expect_error<c10::ValueError>(
           [&] {
@@ -574,19 +574,19 @@ TEST(ShardedTensorReshard, AllPairsOfDims) {
   on_ranks(4, [](int64_t rank) {
     for (const std::vector<int64_t>& size :
          {std::vector<int64_t>{8, 12, 4}, {7, 5, 9}, {2, 3, 17}, {1, 4, 0}}) {
-      const at::Tensor whole = whole_tensor(size);
+      const at::Tensor global = global_tensor(size);
       for (int64_t from = 0; from < 3; ++from) {
         for (int64_t to = 0; to < 3; ++to) {
           for (const auto& order : {std::vector<int64_t>{0, 1, 2, 3}, {3, 1, 0, 2}, {2, 1}}) {
-            const ShardedTensor tensor = chunks(from, {0, 1, 2, 3}).shard(whole);
+            const ShardedTensor tensor = chunks(from, {0, 1, 2, 3}).shard(global);
             const auto spec = chunks(to, order);
             const ShardedTensor resharded = tensor.reshard(spec);
             ASSERT_TRUE(resharded.sharding_spec() == spec);
             ASSERT_EQ(resharded.metadata(), spec.build_metadata(size, {}));
-            expect_parts(resharded, whole);
+            expect_parts(resharded, global);
             ASSERT_EQ(tensor.local_shards().size(), 1);  // untouched
             const at::Tensor gathered = resharded.gather(3);
-            if (rank == 3) ASSERT_TRUE(at::equal(gathered, whole));
+            if (rank == 3) ASSERT_TRUE(at::equal(gathered, global));
           }
         }
       }
@@ -599,15 +599,15 @@ TEST(ShardedTensorReshard, AnyTilingToAnyTiling) {
   std::vector<EnumerableShardingSpec> specs;
   for (int i = 0; i < 12; ++i) specs.push_back(random_spec(random, {6, 7, 4}, 1 + i * 3, 4));
   on_ranks(4, [&](int64_t) {
-    const at::Tensor whole = whole_tensor({6, 7, 4});
-    ShardedTensor tensor = chunks(1, {3, 2, 1, 0}).shard(whole, 1);
+    const at::Tensor global = global_tensor({6, 7, 4});
+    ShardedTensor tensor = chunks(1, {3, 2, 1, 0}).shard(global, 1);
     for (const auto& spec : specs) {
       tensor = tensor.reshard(spec);
       ASSERT_EQ(tensor.metadata().shards_metadata, spec.shards());
-      expect_parts(tensor, whole);
+      expect_parts(tensor, global);
     }
     const ShardedTensor back = tensor.reshard(chunks(1, {3, 2, 1, 0}));
-    expect_parts(back, whole);
+    expect_parts(back, global);
     EXPECT_TRUE(back.reshard(chunks(1, {3, 2, 1, 0})).is_same(back));
   });
 }
@@ -615,7 +615,7 @@ TEST(ShardedTensorReshard, AnyTilingToAnyTiling) {
 /// Rows become columns: of its 8 x 2 new elements a rank has 2 x 2, and gets the others, each once.
 TEST(ShardedTensorReshard, MovesEachElementOnceInOneExchange) {
   on_ranks(4, [](int64_t) {
-    const ShardedTensor rows = chunks(0, {0, 1, 2, 3}).shard(whole_tensor({8, 8}).to(at::kFloat));
+    const ShardedTensor rows = chunks(0, {0, 1, 2, 3}).shard(global_tensor({8, 8}).to(at::kFloat));
     CommDebugMode counts;
     rows.reshard(chunks(1, {0, 1, 2, 3}));
     EXPECT_EQ(counts.get_total_counts(), 1);
@@ -631,11 +631,11 @@ TEST(ShardedTensorReshard, AllDtypes) {
   on_ranks(2, [](int64_t) {
     for (const auto dtype :
          {at::kBool, at::kChar, at::kHalf, at::kBFloat16, at::kLong, at::kDouble, at::kComplexFloat}) {
-      const at::Tensor whole = at::remainder(at::arange(20), 2).view({4, 5}).to(dtype);
-      const ShardedTensor resharded = chunks(0, {0, 1}).shard(whole).reshard(chunks(1, {1, 0}));
+      const at::Tensor global = at::remainder(at::arange(20), 2).view({4, 5}).to(dtype);
+      const ShardedTensor resharded = chunks(0, {0, 1}).shard(global).reshard(chunks(1, {1, 0}));
       const LocalShard& shard = resharded.local_shards()[0];
       EXPECT_TRUE(
-          at::equal(shard.tensor, part(whole, shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
+          at::equal(shard.tensor, part(global, shard.metadata.shard_offsets, shard.metadata.shard_sizes)))
           << dtype;
     }
   });
@@ -644,9 +644,9 @@ TEST(ShardedTensorReshard, AllDtypes) {
 // The gradient of each element comes back to where the element was.
 TEST(ShardedTensorReshard, IsDifferentiable) {
   on_ranks(4, [](int64_t) {
-    const at::Tensor whole = whole_tensor({6, 5}).requires_grad_();
-    const at::Tensor weights = whole_tensor({6, 5}) + 1;
-    const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(whole);  // the last rank has none
+    const at::Tensor global = global_tensor({6, 5}).requires_grad_();
+    const at::Tensor weights = global_tensor({6, 5}) + 1;
+    const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(global);  // the last rank has none
     const ShardedTensor resharded = tensor.reshard(chunks(1, {3, 2, 1, 0}));
     EXPECT_TRUE(resharded.requires_grad());
     at::Tensor loss = at::zeros({});
@@ -662,7 +662,7 @@ TEST(ShardedTensorReshard, IsDifferentiable) {
 
 // Ranks that hold nothing, before or after, have an empty tensor to call backward on.
 TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
-  const at::Tensor weights = whole_tensor({6, 5}) + 1;
+  const at::Tensor weights = global_tensor({6, 5}) + 1;
   auto loss_of = [&](const ShardedTensor& tensor) {
     at::Tensor loss = at::zeros({});
     const auto locals = tensor.local_tensors();
@@ -681,32 +681,33 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
   for (const auto& before : holders) {
     for (const auto& after : holders) {
       on_ranks(4, [&](int64_t) {
-        const at::Tensor whole = (whole_tensor({6, 5}) / 10).requires_grad_();
-        (whole.pow(3) * weights).sum().backward();
-        const ShardedTensor tensor = chunks(0, before).shard(whole);
+        const at::Tensor global = (global_tensor({6, 5}) / 10).requires_grad_();
+        (global.pow(3) * weights).sum().backward();
+        const ShardedTensor tensor = chunks(0, before).shard(global);
         const ShardedTensor resharded = tensor.reshard(chunks(1, after));
         EXPECT_TRUE(resharded.requires_grad() && !resharded.is_leaf());
         loss_of(resharded).backward({}, /*retain_graph=*/true);
         EXPECT_TRUE(tensor.grad().defined());
         for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
-                       part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+                       part(global.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
                        "shards");
         // Or from the whole, with its gradient.
         tensor.mutable_grad().reset();
-        const ShardedTensor gradient = chunks(1, after).shard(3 * whole.detach().square() * weights);
+        const ShardedTensor gradient = chunks(1, after).shard(3 * global.detach().square() * weights);
         at::Tensor(resharded).backward(gradient);
         for (const LocalShard& shard : tensor.local_shards())
           expect_close(shard.tensor.grad(),
-                       part(whole.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes), "whole");
+                       part(global.grad(), shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+                       "whole");
         EXPECT_THROW(at::Tensor(resharded).backward(at::ones({6, 5})), c10::Error);
       });
     }
   }
   // Gradients of gradients.
   on_ranks(4, [&](int64_t) {
-    const at::Tensor whole = (whole_tensor({6, 5}) / 10).requires_grad_();
-    const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(whole);
+    const at::Tensor global = (global_tensor({6, 5}) / 10).requires_grad_();
+    const ShardedTensor tensor = chunks(0, {0, 1, 2}).shard(global);
     const auto first = torch::autograd::grad({loss_of(tensor.reshard(chunks(1, {3, 1})))},
                                              tensor.local_tensors(), {}, std::nullopt, /*create_graph=*/true);
     at::Tensor sum = at::zeros({});
@@ -715,7 +716,7 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
     for (const LocalShard& shard : tensor.local_shards())
       expect_close(
           shard.tensor.grad(),
-          part(6 * whole.detach() * weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes),
+          part(6 * global.detach() * weights, shard.metadata.shard_offsets, shard.metadata.shard_sizes),
           "second");
   });
 }
@@ -753,33 +754,33 @@ class SplitAt final : public ShardingSpec {
 
 TEST(ShardingSpecs, OfUsersWorkEverywhere) {
   on_ranks(2, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({5, 3});
-    const ShardedTensor tensor = shard_tensor(whole, SplitAt(4));
+    const at::Tensor global = global_tensor({5, 3});
+    const ShardedTensor tensor = shard_tensor(global, SplitAt(4));
     EXPECT_EQ(tensor.local_tensor().size(0), rank == 0 ? 4 : 1);
     EXPECT_TRUE(tensor.sharding_spec() == SplitAt(4));
     EXPECT_EQ(tensor.reshard(SplitAt(1)).local_tensor().size(0), rank == 0 ? 1 : 4);
     EXPECT_EQ(ones(SplitAt(2), {5, 3}).local_tensor().size(0), rank == 0 ? 2 : 3);
     // It is not trusted: what it says is checked.
-    EXPECT_THROW(shard_tensor(whole, SplitAt(6)), c10::Error);
+    EXPECT_THROW(shard_tensor(global, SplitAt(6)), c10::Error);
   });
 }
 
 // Ranks outside of the group may make the tensor too, and hold nothing of it.
 TEST(ShardTensor, OfPartOfTheWorld) {
   on_ranks(4, [](int64_t rank) {
-    const at::Tensor whole = whole_tensor({6, 2}).requires_grad_();
+    const at::Tensor global = global_tensor({6, 2}).requires_grad_();
     for (const ShardedTensor& tensor :
-         {shard_tensor(whole, chunks(0, {3, 1}), 1, {1, 3}), chunks(0, {3, 1}).shard(whole, 1, {1, 3})}) {
+         {shard_tensor(global, chunks(0, {3, 1}), 1, {1, 3}), chunks(0, {3, 1}).shard(global, 1, {1, 3})}) {
       EXPECT_EQ(tensor.local_shards().size(), rank % 2);
       EXPECT_EQ(tensor.metadata().shards_metadata.size(), 2);
       EXPECT_TRUE(tensor.requires_grad());
-      expect_parts(tensor, whole);
+      expect_parts(tensor, global);
       if (rank % 2 == 0) expect_error<c10::Error>([&] { tensor.gather(); }, {"not among the ranks [1, 3]"});
     }
-    expect_error<c10::ValueError>([&] { shard_tensor(whole, chunks(0, {0, 1}), 0, {1, 3}); }, {"rank 0"});
+    expect_error<c10::ValueError>([&] { shard_tensor(global, chunks(0, {0, 1}), 0, {1, 3}); }, {"rank 0"});
     expect_error<c10::ValueError>(
         [&] {
-          shard_tensor(rank == 2 ? whole.detach() : whole, chunks(0, {0, 1}));
+          shard_tensor(rank == 2 ? global.detach() : global, chunks(0, {0, 1}));
         },
         {"rank 2", "requires_grad"});
   });
@@ -816,8 +817,8 @@ TEST(ShardTensor, EveryRankGetsItsPartOfTheSource) {
 
 TEST(ShardedTensorMoves, ToDtypesAndDevices) {
   on_ranks(2, [](int64_t) {
-    const at::Tensor whole = whole_tensor({4, 3});
-    const ShardedTensor tensor = chunks(0, {0, 1}).shard(whole);
+    const at::Tensor global = global_tensor({4, 3});
+    const ShardedTensor tensor = chunks(0, {0, 1}).shard(global);
     EXPECT_TRUE(tensor.to(at::kFloat).is_same(tensor));
     EXPECT_TRUE(tensor.to(at::Device(at::kCPU)).is_same(tensor));
     EXPECT_TRUE(tensor.cpu().is_same(tensor));
@@ -849,12 +850,12 @@ TEST(ShardedTensorMoves, ToDtypesAndDevices) {
 TEST(ShardedTensorMoves, WorksInInferenceMode) {
   on_ranks(2, [](int64_t) {
     const c10::InferenceMode inference;
-    const at::Tensor whole = whole_tensor({4, 3});
-    const ShardedTensor tensor = chunks(0, {0, 1}).shard(whole);
-    expect_parts(tensor.reshard(chunks(1, {1, 0})), whole);
-    expect_parts(ShardedTensor(at::Tensor(tensor).clone()), whole);
+    const at::Tensor global = global_tensor({4, 3});
+    const ShardedTensor tensor = chunks(0, {0, 1}).shard(global);
+    expect_parts(tensor.reshard(chunks(1, {1, 0})), global);
+    expect_parts(ShardedTensor(at::Tensor(tensor).clone()), global);
     EXPECT_TRUE(at::equal(tensor, tensor.to({.copy = true})));
-    EXPECT_TRUE(at::equal(at::embedding(tensor, at::arange(4)), whole));
+    EXPECT_TRUE(at::equal(at::embedding(tensor, at::arange(4)), global));
   });
 }
 

@@ -18,6 +18,16 @@ namespace {
 
 using ::testing::HasSubstr;
 
+/// What planning a save of these throws.
+std::string error_of(const std::vector<Description>& ranks) {
+  try {
+    plan_save(ranks);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
 /// The flat positions in a tensor of that shape of the elements of a box, in row-major order of the box.
 std::vector<int64_t> elements_of(const ChunkBox& box, const std::vector<int64_t>& shape) {
   std::vector<int64_t> result{0};
@@ -184,14 +194,6 @@ TEST(SavePlan, RefusesRanksThatDiffer) {
   LeafDescription other = tensor;
   other.shape = {5};
   other.boxes = {{{0}, {5}}};
-  const auto error_of = [](const std::vector<Description>& ranks) -> std::string {
-    try {
-      plan_save(ranks);
-    } catch (const c10::Error& error) {
-      return error.what_without_backtrace();
-    }
-    return "";
-  };
   EXPECT_THAT(error_of({{{"w", tensor}}, {{"w", other}}}),
               HasSubstr("'w' is a tensor Float [4] on rank 0, but a tensor Float [5] on rank 1"));
   const LeafDescription one{{"s"}, false, {}, at::kFloat, {}, "1"},

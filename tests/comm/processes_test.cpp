@@ -3,10 +3,16 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 
+#include <arpa/inet.h>
+#include <atomic>
 #include <cstdlib>
+#include <netinet/in.h>
 #include <signal.h>
+#include <stdexcept>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include <ATen/ATen.h>
 
@@ -23,6 +29,19 @@ using testing::error_of;
 using testing::expect_ok;
 using ::testing::HasSubstr;
 using testing::spawn_ranks;
+
+uint16_t free_port() {
+  const int probe = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  if (::bind(probe, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::getsockname(probe, reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    throw std::runtime_error("there is no free port");
+  ::close(probe);
+  return ntohs(address.sin_port);
+}
 
 RANK_BODY(suite) { launch(1, testing::run_collective_suite_on_all_groups); }
 
@@ -98,6 +117,102 @@ TEST(ProcessWorld, WhenOneIsKilledTheOthersEndWithAnError) {
     EXPECT_TRUE(results[rank].ok()) << results[rank].output;
     EXPECT_THAT(results[rank].output, HasSubstr("ended with: "));
   }
+}
+
+/// Rank 0 keeps the store, as without torchrun.
+support::SpawnOptions without_agent() {
+  support::SpawnOptions options;
+  options.environment = {{"TORCHELASTIC_USE_AGENT_STORE", "False"},
+                         {"MASTER_PORT", std::to_string(free_port())}};
+  return options;
+}
+
+bool is_rank(int rank) { return std::getenv("RANK") == std::to_string(rank); }
+
+RANK_BODY(keeper_of_the_store_dies) {
+  std::atomic<bool> has_returned = false;
+  const std::string error = error_of([&] {
+    launch(1, [&] {
+      const auto group = current_world()->group();
+      comm::barrier(group).wait();
+      if (get_rank() == 0) raise(SIGKILL);
+      if (get_rank() == 1) {
+        // An exception of one's own is never replaced.
+        std::this_thread::sleep_for(std::chrono::milliseconds(500));
+        throw std::logic_error("a fault of my own");
+      }
+      comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+    });
+    has_returned = true;
+  });
+  EXPECT_FALSE(has_returned);
+  if (is_rank(1)) {
+    EXPECT_EQ(error, "a fault of my own");
+  } else {
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 0 (process "), HasSubstr("was killed by signal 9"),
+                             HasSubstr("all_reduce(Float[1000])")));
+  }
+}
+
+TEST(ProcessWorld, OutlivesTheOneThatKeepsTheStore) {
+  const auto results = spawn_ranks("keeper_of_the_store_dies", 3, without_agent());
+  EXPECT_EQ(results[0].signal, SIGKILL);
+  for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
+RANK_BODY(killed_at_its_end) {
+  const auto start = std::chrono::steady_clock::now();
+  const std::string error = error_of([] {
+    launch(1, [] {
+      comm::barrier(current_world()->group()).wait();
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (get_rank() == 1) raise(SIGKILL);
+    });
+  });
+  if (is_rank(0)) {
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 1 (process "), HasSubstr("was killed by signal 9")));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));  // not the timeout
+  }
+}
+
+TEST(ProcessWorld, OneThatIsKilledAfterItsLastCollectiveIsMissed) {
+  const auto results = spawn_ranks("killed_at_its_end", 3, without_agent());
+  EXPECT_EQ(results[1].signal, SIGKILL);
+  for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
+RANK_BODY(made_again) {
+  // Worlds one after the other, in the same processes, by the same store.
+  for (int turn = 0; turn < 3; ++turn) {
+    const auto world = init_process_group();
+    at::Tensor tensor = at::ones({1});
+    const Group group = world->group();
+    comm::all_reduce(tensor, ReduceOp::SUM, group).wait();
+    EXPECT_EQ(tensor.item<float>(), 3);
+    destroy_process_group();
+    EXPECT_THAT(error_of([&] { comm::all_reduce(tensor, ReduceOp::SUM, group).wait(); }),
+                HasSubstr("has ended with its world"));
+  }
+}
+
+TEST(ProcessWorld, CanBeMadeAgain) { expect_ok(spawn_ranks("made_again", 3)); }
+
+RANK_BODY(token) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(3);
+  const std::string error = error_of([&] {
+    launch(
+        1, [] { current_world()->group(); }, options);
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("has never come"), HasSubstr("TESSERA_JOB_TOKEN")));
+}
+
+TEST(ProcessWorld, LetsNobodyInWithoutTheToken) {
+  support::SpawnOptions options;
+  options.prefix = [](int64_t rank) {
+    return std::vector<std::string>{"env", "TESSERA_JOB_TOKEN=" + std::string(rank == 0 ? "ours" : "theirs")};
+  };
+  expect_ok(spawn_ranks("token", 2, options));
 }
 
 RANK_BODY(mismatch) {

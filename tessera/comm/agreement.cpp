@@ -1,6 +1,7 @@
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/asked.h>
 #include <tessera/comm/call_backend.h>
+#include <tessera/comm/posting.h>
 #include <tessera/comm/shared_error.h>
 #include <tessera/error.h>
 
@@ -73,7 +74,7 @@ class Messages {
   void send(const at::Tensor& bytes, int to, int tag) {
     if (bytes.nbytes() == 0) return;
     Tensors tensors{bytes};
-    under_way_.emplace_back(group_, backend_->send(tensors, to, tag));
+    under_way_.emplace_back(group_, post_message(group_, [&] { return backend_->send(tensors, to, tag); }));
   }
   void receive(const at::Tensor& bytes, int from, int tag) {
     if (bytes.nbytes() == 0) return;
@@ -81,7 +82,7 @@ class Messages {
   }
   Pending receiving(const at::Tensor& bytes, int from, int tag) {
     Tensors tensors{bytes};
-    return Pending(group_, backend_->recv(tensors, from, tag));
+    return Pending(group_, post_message(group_, [&] { return backend_->recv(tensors, from, tag); }));
   }
   void wait() {
     for (Pending& each : under_way_) each.wait();

@@ -4,6 +4,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
+#include <tessera/comm/posting.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/kernels.h>
@@ -24,14 +25,19 @@ namespace {
 using c10d::ReduceOp;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
+bool is_transport(const Group& group) {
+  return group && group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM;
+}
+
 /// The backend of the group for where `tensor` is.
 Backend backend_of(const Group& group, const at::Tensor& tensor) {
   TESSERA_CHECK_VALUE(group, "A collective was called on no group.");
   TESSERA_CHECK_VALUE(tensor.defined(),
                       "A collective was given an undefined tensor; pass one of zero elements instead.");
-  TESSERA_CHECK(group->hasBackends(),
-                "The group of this collective has ended with its world (destroy_process_group). Make meshes "
-                "and tensors anew.");
+  TESSERA_CHECK(
+      group->getStore() || !is_transport(group),
+      "The group of this collective has ended with its world (destroy_process_group). Make meshes and "
+      "tensors anew.");
   return group->getBackend(tensor.device().type());
 }
 
@@ -198,10 +204,6 @@ class Observed {
 
 CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Content::sizes); }
 
-bool is_transport(const Group& group) {
-  return group && group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM;
-}
-
 }  // namespace
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
@@ -222,6 +224,23 @@ Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function
                        maker.label);
   if (call) call->recorded = call_;
 }
+c10::intrusive_ptr<c10d::Work> post_message(const Group& group,
+                                            c10::function_ref<c10::intrusive_ptr<c10d::Work>()> post) {
+  try {
+    return post();
+  } catch (const c10::Error&) {
+    throw;  // of arguments
+  } catch (const std::exception&) {
+    const auto maker = ProcessRank::maker_of(group);
+    if (!maker.rank) throw;
+    Agreement::count_shared_error();
+    const Observed* call = Observed::outermost();
+    const uint64_t id = maker.rank->record().begin(call ? call->name() : "a message", nullptr, group,
+                                                   maker.members, maker.label);
+    maker.rank->rethrow(std::current_exception(), id, maker.members);
+  }
+}
+
 Pending::Pending(Pending&&) noexcept = default;
 Pending& Pending::operator=(Pending&&) noexcept = default;
 Pending::~Pending() = default;
@@ -513,7 +532,8 @@ Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag) 
   const Observed observed("send", tensor, tensor, group);
   const auto backend = backend_of(group, tensor);
   Tensors tensors{takes_all(backend) ? tensor : bytes_of(tensor)};
-  return Pending(group, backend->send(tensors, static_cast<int>(to), tag));
+  return Pending(group,
+                 post_message(group, [&] { return backend->send(tensors, static_cast<int>(to), tag); }));
 }
 
 Pending recv(const at::Tensor& tensor, int64_t from, const Group& group, int tag) {
@@ -524,7 +544,9 @@ Pending recv(const at::Tensor& tensor, int64_t from, const Group& group, int tag
   const at::NoGradGuard no_grad;
   const Landing landing(tensor);
   tensors = {landing.bytes()};
-  return Pending(group, backend->recv(tensors, static_cast<int>(from), tag), [landing] { landing.finish(); });
+  return Pending(group,
+                 post_message(group, [&] { return backend->recv(tensors, static_cast<int>(from), tag); }),
+                 [landing] { landing.finish(); });
 }
 
 }  // namespace tessera::comm

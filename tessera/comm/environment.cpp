@@ -1,5 +1,6 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/sockets.h>
+#include <tessera/comm/store.h>
 #include <tessera/error.h>
 
 #include <charconv>
@@ -117,18 +118,6 @@ std::string first_slurm_host(const std::string& node_list) {
   }
   TESSERA_CHECK_VALUE(!host.empty(), "The Slurm node list \"", node_list, "\" does not begin with a host.");
   return host;
-}
-
-c10::intrusive_ptr<c10d::TCPStore> listen_for_store(const std::string& address, uint16_t port,
-                                                    std::chrono::milliseconds timeout) {
-  Socket listener = listen_on(address, port);
-  c10d::TCPStoreOptions options;
-  options.port = port_of(listener);
-  options.isServer = true;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  options.masterListenFd = listener.release();
-  return c10::make_intrusive<c10d::TCPStore>(address, options);
 }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chrono::milliseconds timeout) {

@@ -12,7 +12,6 @@
 
 namespace c10d {
 class Store;
-class TCPStore;
 }  // namespace c10d
 
 namespace tessera {
@@ -53,9 +52,5 @@ TESSERA_API std::string first_slurm_host(const std::string& node_list);
 /// Connects to the store that these processes share; rank 0 keeps it unless torchrun does.
 TESSERA_API c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info,
                                                           std::chrono::milliseconds timeout);
-
-/// A store that this process keeps for others, which reach it on that address of this host alone; port 0: any.
-c10::intrusive_ptr<c10d::TCPStore> listen_for_store(const std::string& address, uint16_t port,
-                                                    std::chrono::milliseconds timeout);
 
 }  // namespace tessera

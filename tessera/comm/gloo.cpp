@@ -41,6 +41,10 @@ void GlooTransport::interrupt() const {
   for (const uint16_t port : ports_) end_connections_at(port);
 }
 
+void GlooTransport::finish_sending() const {
+  for (const uint16_t port : ports_) finish_sending_at(port);
+}
+
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
   TESSERA_CHECK(request.store,
                 "The \"gloo\" backend needs a store through which the processes find one another; set "

@@ -23,6 +23,9 @@ class GlooTransport {
   /// Ends all connections, so that whoever waits on one of them, on either side, gets an error. gloo itself has no way to
   /// end a wait. Safe to call while others wait.
   void interrupt() const;
+  /// This rank sends nothing more. Who waits for it gets an error, but what it has sent arrives: a connection that is closed
+  /// while there is something to read loses that.
+  void finish_sending() const;
 
  private:
   std::vector<std::shared_ptr<gloo::transport::Device>> devices_;

@@ -458,13 +458,24 @@ Monitor::Monitor(Options options, Rank rank)
 }
 
 Monitor::~Monitor() {
+  leave(milliseconds(0));
+  connections_->stop();
+  thread_.join();
+}
+
+void Monitor::leave(milliseconds patience) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(has_left_, true)) return;
+  }
   News news;
   news.kind = NewsKind::Left;
   news.of = options_.rank;
   send(std::move(news));
   connections_->leave_word();
-  connections_->stop();
-  thread_.join();
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, patience,
+                    [&] { return !failure_.empty() || static_cast<int64_t>(left_.size()) >= options_.size; });
 }
 
 uint64_t Monitor::new_number() {
@@ -696,7 +707,8 @@ Survivors Monitor::gather_survivors(const std::function<std::string()>& invite, 
 void Monitor::wait_until_alone(milliseconds patience) const {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, patience, [&] {
-    return !failure_.empty() || static_cast<int64_t>(left_.size()) >= options_.size - 1;
+    const auto others = static_cast<int64_t>(left_.size() - left_.count(options_.rank));
+    return !failure_.empty() || others >= options_.size - 1;
   });
   TESSERA_CHECK(failure_.empty(), failure_);
 }

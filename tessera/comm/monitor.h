@@ -46,7 +46,7 @@ class Monitor {
 
   /// Returns at once; connections are made as the others come.
   Monitor(Options options, Rank rank);
-  /// Says goodbye: whoever waits for this rank from now on gets an error, others do not.
+  /// Says goodbye, if that has not been said.
   ~Monitor();
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
@@ -54,6 +54,10 @@ class Monitor {
   /// Waits until this rank is connected with those of `ranks` that it is to watch, so that it hears of their end. False if
   /// that takes longer than `patience`, or the world fails.
   bool connect(const std::vector<int64_t>& ranks, std::chrono::milliseconds patience) const;
+
+  /// Says goodbye: whoever waits for this rank from now on gets an error, others do not. Then waits so long for the others
+  /// to do so too, unless the world has failed: what this rank sent last may still be on its way to them.
+  void leave(std::chrono::milliseconds patience);
 
   /// This rank has failed: all ranks hear of it, and their waits end. The first failure of the world counts.
   void fail(const std::string& text);
@@ -101,6 +105,7 @@ class Monitor {
   std::unique_ptr<Connections> connections_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  bool has_left_ = false;
   uint64_t numbers_ = 0;
   std::set<std::pair<int64_t, uint64_t>> seen_;
   std::vector<News> known_;  // who comes late hears it

@@ -24,6 +24,9 @@ constexpr milliseconds kNewsPatience{1000};
 /// The longest that it waits for the others to say what they are doing.
 constexpr milliseconds kAnswerPatience{500};
 
+/// How long one that ends waits for the others to end, before it closes connections on which they may still read.
+constexpr milliseconds kLeavingPatience{2000};
+
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
   return value ? value : "";
@@ -195,16 +198,19 @@ std::shared_ptr<Monitor> ProcessRank::monitor() const {
 }
 
 bool ProcessRank::leave() {
-  std::shared_ptr<Monitor> monitor;
+  std::shared_ptr<Monitor> monitor = this->monitor();
+  if (!monitor) return false;
+  if (gloo_) gloo_->finish_sending();
+  monitor->leave(kLeavingPatience);
   {
     const std::lock_guard lock(mutex_);
-    monitor.swap(monitor_);
+    monitor_.reset();
     gloo_.reset();
     abortable_.clear();
     store_.reset();
   }
   // The monitor ends outside of the lock, as its thread may want to interrupt.
-  return monitor != nullptr;
+  return true;
 }
 
 void ProcessRank::expect_members(const std::string& group, const std::vector<int64_t>& ranks) {

@@ -73,6 +73,12 @@ void for_each_socket(const Use& use) {
   }
 }
 
+void shut_down(uint16_t wanted, int how) {
+  for_each_socket([&](int descriptor, uint16_t port, bool is_listening) {
+    if (port == wanted && !is_listening) ::shutdown(descriptor, how);
+  });
+}
+
 void set_option(int descriptor, int level, int name, int value) {
   ::setsockopt(descriptor, level, name, &value, sizeof value);
 }
@@ -163,10 +169,7 @@ std::set<uint16_t> listening_ports() {
   return ports;
 }
 
-void end_connections_at(uint16_t wanted) {
-  for_each_socket([&](int descriptor, uint16_t port, bool is_listening) {
-    if (port == wanted && !is_listening) ::shutdown(descriptor, SHUT_RDWR);
-  });
-}
+void end_connections_at(uint16_t port) { shut_down(port, SHUT_RDWR); }
+void finish_sending_at(uint16_t port) { shut_down(port, SHUT_WR); }
 
 }  // namespace tessera

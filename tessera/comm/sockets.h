@@ -46,5 +46,7 @@ std::set<uint16_t> listening_ports();
 /// Ends both directions of all TCP connections of this process whose port here is `port`, so that whoever waits on them,
 /// on either side, gets an error.
 void end_connections_at(uint16_t port);
+/// Ends only the direction away from this process: the others read what was sent, and then that nothing follows.
+void finish_sending_at(uint16_t port);
 
 }  // namespace tessera

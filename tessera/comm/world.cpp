@@ -4,6 +4,7 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/sockets.h>
+#include <tessera/comm/store.h>
 #include <tessera/comm/threads/hub.h>
 #include <tessera/comm/waits.h>
 #include <tessera/comm/world.h>

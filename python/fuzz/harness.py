@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, full
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, full, is_of_peer, place
 from tessera.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 

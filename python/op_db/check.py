@@ -8,7 +8,7 @@ from typing import Any
 import cases
 import torch
 from cases import Inputs, Layout, Reference
-from oracle import Tolerance, Wrong, compare, copy_of, first_line, is_of_peer, place, same_values, full
+from oracle import Tolerance, Wrong, compare, copy_of, first_line, full, is_of_peer, place, same_values
 from torch.utils import _pytree as pytree
 
 import tessera

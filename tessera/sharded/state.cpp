@@ -1,5 +1,5 @@
-#include <tessera/error.h>
 #include <tessera/bytes.h>
+#include <tessera/error.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
 #include <tessera/sharded/parameter.h>

@@ -154,7 +154,8 @@ bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
   }
   if (options.rank < 2 && has_failed) {
     shrink_process_group();
-    std::mt19937_64 common(static_cast<uint64_t>(world));  // they may have come differently far with the other one
+    std::mt19937_64 common(
+        static_cast<uint64_t>(world));  // they may have come differently far with the other one
     work(common, options.directory);
   }
   destroy_process_group();

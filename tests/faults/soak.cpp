@@ -151,6 +151,9 @@ bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
   } catch (const c10::Error& error) {
     has_failed = true;
     if (options.rank == 2) throw;
+    if (fate.how == 3)
+      std::cerr << "Nothing was to happen in world " << world << ": " << error.what_without_backtrace()
+                << "\n";
   }
   if (options.rank < 2 && has_failed) {
     shrink_process_group();

@@ -180,8 +180,8 @@ def test_nested_forward_mode_ad_on_ranks():
 
 def test_forward_mode_ad_on_some_ranks_and_with_errors():
     def main():
+        mesh = tessera.init_device_mesh("cpu", (4,))
         if tessera.get_rank() % 2 == 0:
-            mesh = tessera.init_device_mesh("cpu", (4,))
             with pytest.raises(ValueError, match="mine"), forward_ad.dual_level():
                 raise ValueError("mine")
             x = torch.ones(2) * (tessera.get_rank() + 1)

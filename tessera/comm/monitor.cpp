@@ -32,6 +32,9 @@ constexpr milliseconds kGoodbyePatience{1000};
 /// How long the others may take to close their ends. One that is stopped does not.
 constexpr milliseconds kPartingPatience{300};
 
+/// Between interruptions of what a failed world still waits for.
+constexpr milliseconds kInterruptPause{100};
+
 std::string key_of(int64_t rank) { return c10::str("rank/", rank); }
 
 std::optional<Presence> find_presence(c10d::Store& store, int64_t rank) {
@@ -126,6 +129,7 @@ class Monitor::Connections {
       wait_for_events(deadline);
       look_for_neighbours();
       declare_deaths();
+      interrupt_again();
     }
   }
 
@@ -217,6 +221,7 @@ class Monitor::Connections {
     const auto consider = [&](Clock::time_point time) { next = next ? std::min(*next, time) : time; };
     if (!to_find_.empty() || !to_come_.empty()) consider(next_look_);
     for (const auto& [rank, death] : deaths_) consider(death.declare_at);
+    if (has_failed_) consider(next_interrupt_);
     if (!next) return -1;
     const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
     return static_cast<int>(std::max<int64_t>(left, 0));
@@ -302,6 +307,18 @@ class Monitor::Connections {
     for (const News& news : monitor_.known_) from.out += framed(to_bytes(news));
     monitor_.connected_.insert(hello.rank);
     monitor_.changed_.notify_all();
+  }
+
+  /// What is begun while the world fails may not have been there to be interrupted.
+  void interrupt_again() {
+    if (!has_failed_) {
+      has_failed_ = !monitor_.failure().empty();
+      if (has_failed_) next_interrupt_ = Clock::now() + kInterruptPause;
+      return;
+    }
+    if (is_stopping_ || Clock::now() < next_interrupt_) return;
+    monitor_.rank_.interrupt();
+    next_interrupt_ = Clock::now() + kInterruptPause;
   }
 
   void look_for_neighbours() {
@@ -448,6 +465,8 @@ class Monitor::Connections {
   milliseconds look_pause_{1};
   Clock::time_point next_look_ = Clock::now();
   std::map<int64_t, Death> deaths_;
+  bool has_failed_ = false;
+  Clock::time_point next_interrupt_;
 };
 
 Monitor::Monitor(Options options, Rank rank)

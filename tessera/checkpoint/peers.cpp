@@ -1,6 +1,7 @@
 #include <tessera/bytes.h>
 #include <tessera/checkpoint/peers.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/shared_error.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -53,18 +54,6 @@ std::string content_of(const at::Tensor& first) {
 at::Tensor rest_after(const at::Tensor& first) {
   const size_t length = length_in(first);
   return at::empty({static_cast<int64_t>(length - std::min(length, kFirstContent))}, at::kByte);
-}
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
 }
 
 }  // namespace
@@ -167,10 +156,10 @@ std::vector<std::string> Peers::gather_together(const std::string& what,
   }
   std::vector<std::string> results;  // each after a letter that says whether it is an error
   try {
-    results = all_gather(error ? "!" + message_of(error) : "." + mine);
+    results = all_gather(error ? "!" + comm::message_of(error) : "." + mine);
   } catch (const std::exception&) {
-    const std::string lost = message_of(std::current_exception());
-    TESSERA_CHECK(!error, what, " failed on rank ", rank_, ": ", message_of(error),
+    const std::string lost = comm::message_of(std::current_exception());
+    TESSERA_CHECK(!error, what, " failed on rank ", rank_, ": ", comm::message_of(error),
                   "\nThe other ranks could not be notified: ", lost);
     TESSERA_CHECK(false, what, " failed, as another rank did not answer: ", lost);
   }

@@ -97,6 +97,10 @@ class Monitor::Connections {
     const Presence mine{this_process(), options.address, port_of(listener_), ""};
     options.store->set(key_of(options.rank), to_bytes(mine));
   }
+  ~Connections() {
+    if (wake_ >= 0) ::close(wake_);
+  }
+
   /// Those who never were connected with this rank learn from the store that it has left.
   void leave_word() const {
     try {
@@ -104,9 +108,6 @@ class Monitor::Connections {
                   to_bytes(Presence{this_process(), "", 0, monitor_.failure().substr(0, kMaxText)}));
     } catch (const std::exception&) {  // the store is gone
     }
-  }
-  ~Connections() {
-    if (wake_ >= 0) ::close(wake_);
   }
 
   void wake() const {

@@ -1,4 +1,5 @@
 #include <tessera/comm/process_rank.h>
+#include <tessera/comm/shared_error.h>
 #include <tessera/comm/sockets.h>
 #include <tessera/error.h>
 
@@ -142,18 +143,6 @@ const GroupStore* group_store_of(const Group& group) {
   return dynamic_cast<const GroupStore*>(group->getStore().get());
 }
 
-std::string message_of_transport(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "an exception that is not a std::exception";
-  }
-}
-
 std::string text_of(const std::vector<int64_t>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
 }
@@ -287,7 +276,7 @@ void ProcessRank::interrupt() {
 }
 
 void ProcessRank::rethrow(const std::exception_ptr& error, uint64_t call, const std::vector<int64_t>& ranks) {
-  const std::string message = message_of_transport(error);
+  const std::string message = comm::message_of(error);
   const std::string doing = "in " + record_.describe(call);
   const auto monitor = this->monitor();
   if (!monitor) std::rethrow_exception(error);

@@ -1,6 +1,7 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
+#include <tessera/comm/shared_error.h>
 #include <tessera/comm/threads/hub.h>
 #include <tessera/error.h>
 
@@ -17,18 +18,6 @@
 namespace tessera {
 
 namespace {
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is not a std::exception";
-  }
-}
 
 class IntraOpThreads {
  public:
@@ -72,7 +61,7 @@ void run(int64_t world_size, const std::function<void()>& function, const RunOpt
   std::exception_ptr first;
   auto fail = [&](int64_t rank, const std::exception_ptr& error) {
     if (!has_failed.exchange(true)) first = error;
-    hub->fail(rank, message_of(error));
+    hub->fail(rank, comm::message_of(error));
   };
   const at::ThreadLocalState caller_state;
   auto rank_main = [&](int64_t rank) {
@@ -126,7 +115,7 @@ void launch(int64_t world_size, const std::function<void()>& function, const Run
     const WorldScope scope(world);
     function();
   } catch (...) {
-    world->report_failure(message_of(std::current_exception()));
+    world->report_failure(comm::message_of(std::current_exception()));
     throw;
   }
   // Who keeps the store outlives the others.

@@ -25,7 +25,7 @@ std::string message_of(const std::exception_ptr& error) {
   } catch (const std::exception& known) {
     return known.what();
   } catch (...) {
-    return "an exception of unknown type";
+    return "an exception that is not a std::exception";
   }
 }
 

@@ -108,10 +108,12 @@ void gloo_rank(const std::vector<int64_t>& sizes) {
   });
 }
 
-Times measure_gloo(int64_t ranks, const std::vector<std::string>& arguments) {
+Times measure_gloo(int64_t ranks, const std::vector<std::string>& arguments, bool checked) {
   std::vector<std::string> command{support::this_program(), "--gloo-rank"};
   command.insert(command.end(), arguments.begin(), arguments.end());
-  const auto results = support::spawn(ranks, command);
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_CHECK_COLLECTIVES", checked ? "1" : "0"}};
+  const auto results = support::spawn(ranks, command, options);
   for (const auto& result : results) {
     if (!result.ok()) throw std::runtime_error("a gloo process failed:\n" + result.output);
   }
@@ -166,9 +168,12 @@ int main(int argc, char** argv) {
   for (const int64_t ranks : rank_counts) {
     std::cerr << "measuring " << ranks << " ranks..." << std::endl;
     const Times threads = measure_threads(ranks, sizes);
-    const Times gloo = no_gloo ? Times{} : measure_gloo(ranks, {"--sizes", sizes_text});
-    std::printf("\n%lld ranks on %ld cores%18s%12s%12s%16s%16s\n", static_cast<long long>(ranks),
-                sysconf(_SC_NPROCESSORS_ONLN), "threads", "gloo", "memcpy", "threads/memcpy", "gloo/threads");
+    const std::vector<std::string> arguments{"--sizes", sizes_text};
+    const Times gloo = no_gloo ? Times{} : measure_gloo(ranks, arguments, false);
+    const Times checked = no_gloo ? Times{} : measure_gloo(ranks, arguments, true);
+    std::printf("\n%lld ranks on %ld cores%18s%12s%12s%16s%16s%16s\n", static_cast<long long>(ranks),
+                sysconf(_SC_NPROCESSORS_ONLN), "threads", "gloo", "memcpy", "threads/memcpy", "gloo/threads",
+                "checked/gloo");
     for (const auto& operation : kOperations) {
       for (const int64_t bytes : sizes) {
         const double t = threads.at({operation, bytes}), copy = copies.at(bytes);
@@ -179,7 +184,9 @@ int main(int argc, char** argv) {
           std::printf("%9.1f us", gloo.at({operation, bytes}) * 1e6);
         }
         std::printf("%9.2f us%15.2fx", copy * 1e6, t / copy);
-        if (!no_gloo) std::printf("%15.1fx", gloo.at({operation, bytes}) / t);
+        if (!no_gloo)
+          std::printf("%15.1fx%15.2fx", gloo.at({operation, bytes}) / t,
+                      checked.at({operation, bytes}) / gloo.at({operation, bytes}));
         std::printf("\n");
       }
     }

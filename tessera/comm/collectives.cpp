@@ -182,7 +182,7 @@ class Observed {
       : name_(name), tensor_(first_of(given)) {
     if (scope_.outer() || !Observer::innermost()) [[likely]]
       return;
-    const Event event{name, std::max(bytes(given), bytes(got)), group};
+    const Event event{name, std::max(bytes(given), bytes(got)), group, WhileAgreeing::is_alive()};
     for (Observer* each = Observer::innermost(); each; each = each->outer()) each->called(event);
   }
 
@@ -245,32 +245,6 @@ Pending::Pending(Pending&&) noexcept = default;
 Pending& Pending::operator=(Pending&&) noexcept = default;
 Pending::~Pending() = default;
 
-void Pending::wait_for_work(c10d::Work& work) const {
-  const auto op = work.retrieveOpType();
-  const bool is_message =
-      op == c10d::OpType::SEND || op == c10d::OpType::RECV || op == c10d::OpType::RECVANYSOURCE;
-  const auto monitor = rank_ ? rank_->monitor() : nullptr;
-  // Groups that the world made are interrupted when it fails. A wait of others looks for that itself, from time to time;
-  // gloo's waits for messages cannot be taken up again.
-  if (!monitor || is_message || rank_->interrupts(group_)) {
-    work.wait();
-    return;
-  }
-  constexpr std::chrono::milliseconds kPause(100);
-  while (true) {
-    if (work.isCompleted()) {
-      work.wait();
-      return;
-    }
-    try {
-      if (work.wait(kPause)) return;
-    } catch (const std::exception&) {
-      if (work.isCompleted()) throw;
-    }
-    TESSERA_CHECK(monitor->failure().empty(), "the world has failed");
-  }
-}
-
 void Pending::wait() {
   if (!work_) return;
   const auto work = std::exchange(work_, {});
@@ -287,7 +261,11 @@ void Pending::wait() {
             return monitor ? ". Of the ranks of its group:" + monitor->ask(members, std::chrono::seconds(1))
                            : "";
           });
-    wait_for_work(*work);
+    if (rank_) {
+      rank_->wait_for(group_, work);
+    } else {
+      work->wait();
+    }
   } catch (const std::exception&) {
     Agreement::count_shared_error();
     if (!rank_) throw;

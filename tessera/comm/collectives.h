@@ -34,8 +34,6 @@ class TESSERA_API Pending {
   void wait();
 
  private:
-  void wait_for_work(c10d::Work& work) const;
-
   Group group_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;

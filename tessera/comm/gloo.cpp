@@ -45,6 +45,10 @@ void GlooTransport::finish_sending() const {
   for (const uint16_t port : ports_) finish_sending_at(port);
 }
 
+bool is_gloo_collective(const c10d::Work& work) {
+  return dynamic_cast<const c10d::ProcessGroupGloo::AsyncWork*>(&work) != nullptr;
+}
+
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
   TESSERA_CHECK(request.store,
                 "The \"gloo\" backend needs a store through which the processes find one another; set "

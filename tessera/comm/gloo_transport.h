@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+namespace c10d {
+class Work;
+}
 namespace gloo::transport {
 class Device;
 }
@@ -31,5 +34,9 @@ class GlooTransport {
   std::vector<std::shared_ptr<gloo::transport::Device>> devices_;
   std::set<uint16_t> ports_;  // where the devices listen
 };
+
+/// Whether it is a collective of gloo. If a connection ends while gloo answers on it, gloo loses the collective: nobody
+/// wakes who waits for it until its timeout, and who destroys its backend waits with it.
+bool is_gloo_collective(const c10d::Work& work);
 
 }  // namespace tessera

@@ -5,6 +5,10 @@ namespace tessera::comm {
 Observer::Observer() : scope_(this) {}
 Observer::~Observer() = default;
 
+WhileAgreeing::WhileAgreeing() : scope_(true) {}
+WhileAgreeing::~WhileAgreeing() = default;
+bool WhileAgreeing::is_alive() { return ThreadScope<bool, WhileAgreeing>::current(); }
+
 Observer* Observer::innermost() { return ThreadScope<Observer*, Observer>::current(); }
 
 }  // namespace tessera::comm

@@ -13,6 +13,22 @@ struct Event {
   const char* name;  // "all_reduce", "all_gather", ...
   int64_t bytes;     // what this rank gives or gets, whichever is more
   const Group& group;
+  bool is_agreement;  // called inside of a WhileAgreeing
+};
+
+/// While alive, what the calling thread calls only compares what ranks found, such as whether one of them refuses its
+/// values: none of the user's data moves.
+class TESSERA_API WhileAgreeing {
+ public:
+  WhileAgreeing();
+  ~WhileAgreeing();
+  WhileAgreeing(const WhileAgreeing&) = delete;
+  WhileAgreeing& operator=(const WhileAgreeing&) = delete;
+
+  static bool is_alive();
+
+ private:
+  ThreadScope<bool, WhileAgreeing> scope_;
 };
 
 /// While alive, is notified of every event of the calling thread, before the call is carried out. If several

@@ -1,3 +1,4 @@
+#include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/shared_error.h>
 #include <tessera/comm/sockets.h>
@@ -6,8 +7,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <future>
+#include <optional>
 #include <thread>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,6 +30,20 @@ constexpr milliseconds kAnswerPatience{500};
 
 /// How long one that ends waits for the others to end, before it closes connections on which they may still read.
 constexpr milliseconds kLeavingPatience{2000};
+
+/// How often a wait for a collective of gloo looks for a failure of the world.
+constexpr milliseconds kLookPause{100};
+/// How long gloo may take to notice that its connections were ended.
+constexpr milliseconds kInterruptPatience{300};
+
+/// Of a backend, or of work.
+template <class Waiting>
+void abort(Waiting& waiting) {
+  try {
+    waiting.abort();
+  } catch (const std::exception&) {  // it has no way, or has ended already
+  }
+}
 
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
@@ -243,7 +260,52 @@ void ProcessRank::name_group(const Group& group, const std::vector<int64_t>& ran
   record_.set_label(group, name + " " + label_of(ranks, ""));
 }
 
-bool ProcessRank::interrupts(const Group& group) const { return group_store_of(group) != nullptr; }
+bool ProcessRank::made(const Group& group) { return group_store_of(group) != nullptr; }
+
+void ProcessRank::wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto monitor = this->monitor();
+  if (!monitor) {
+    work->wait();
+  } else if (is_gloo_collective(*work)) {
+    wait_for_collective(*monitor, group, work);
+  } else {
+    {
+      const std::lock_guard lock(mutex_);
+      waited_for_.push_back(work.get());
+    }
+    const auto forget = c10::make_scope_exit([&] {
+      const std::lock_guard lock(mutex_);
+      std::erase(waited_for_, work.get());
+    });
+    TESSERA_CHECK(work->wait(), "the wait was ended");
+  }
+}
+
+void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group,
+                                      const c10::intrusive_ptr<c10d::Work>& work) const {
+  std::optional<Clock::time_point> end;  // from when on gloo is taken to have lost it
+  while (true) {
+    if (work->isCompleted()) {
+      work->wait();
+      return;
+    }
+    try {
+      if (work->wait(kLookPause)) return;
+    } catch (const std::exception&) {
+      if (work->isCompleted()) throw;
+    }
+    if (monitor.failure().empty()) continue;
+    if (!end) end = Clock::now() + kInterruptPatience;
+    if (Clock::now() < *end) continue;
+    do_for_at_most(milliseconds(0), [work, backend = group->getBackend(at::kCPU)] {
+      try {
+        work->wait();
+      } catch (const std::exception&) {  // as is known
+      }
+    });
+    TESSERA_CHECK(false, "the world has failed");
+  }
+}
 
 void ProcessRank::add_ports(const std::set<uint16_t>& ports) {
   const std::lock_guard lock(mutex_);
@@ -264,15 +326,11 @@ void ProcessRank::interrupt() {
     gloo = gloo_;
     abortable = abortable_;
     ports = ports_;
+    for (c10d::Work* work : waited_for_) abort(*work);
   }
   if (gloo) gloo->interrupt();
   for (const uint16_t port : ports) end_connections_at(port);
-  for (const auto& backend : abortable) {
-    try {
-      backend->abort();
-    } catch (const std::exception&) {  // it has no way, or has ended already
-    }
-  }
+  for (const auto& backend : abortable) abort(*backend);
 }
 
 void ProcessRank::rethrow(const std::exception_ptr& error, uint64_t call, const std::vector<int64_t>& ranks) {

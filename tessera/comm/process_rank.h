@@ -48,8 +48,8 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
                                                  const BackendRequest& request) const;
   /// What groups of gloo have in common; made at the first call.
   std::shared_ptr<GlooTransport> gloo();
-  /// Whether waits on the group end by themselves when the world fails.
-  bool interrupts(const Group& group) const;
+  /// Whether this rank made the group: the world was given the others.
+  static bool made(const Group& group);
   /// A store for the members of a group to find each other by, whose waits end if the world fails.
   c10::intrusive_ptr<c10d::Store> store_for(const std::string& group, std::vector<int64_t> ranks,
                                             const std::string& purpose);
@@ -58,6 +58,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   void add_ports(const std::set<uint16_t>& ports);
   /// The backend's waits can be ended by its `abort`.
   void add_abortable(c10::intrusive_ptr<c10d::Backend> backend);
+
+  /// Waits for what a transport does on the group; throws if it fails, or the world does.
+  void wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work);
 
   /// Throws what really happened, instead of what a transport threw in a call of the record on a group of these ranks, and
   /// sees to it that all ranks hear of it.
@@ -69,6 +72,8 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
 
  private:
   void interrupt();
+  void wait_for_collective(const Monitor& monitor, const Group& group,
+                           const c10::intrusive_ptr<c10d::Work>& work) const;
 
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;
@@ -79,6 +84,7 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   std::shared_ptr<GlooTransport> gloo_;
   std::set<uint16_t> ports_;  // of groups that the world was given
   std::vector<c10::intrusive_ptr<c10d::Backend>> abortable_;
+  std::vector<c10d::Work*> waited_for_;  // those that can be aborted
   std::shared_ptr<Monitor> monitor_;
 };
 

@@ -338,6 +338,16 @@ c10::IValue rpc_sync(int64_t rank, const std::string& op, std::vector<c10::IValu
   TESSERA_CHECK(false, "The call of worker \"", to.name_, "\" failed: ", reason);
 }
 
+void notify(int64_t rank, const std::string& op, std::vector<c10::IValue> arguments) noexcept {
+  try {
+    if (!is_initialized()) return;
+    const auto agent = rpc::agent();
+    agent->send(worker(*agent, rank),
+                torch_rpc::ScriptCall(operator_of(op), std::move(arguments)).toMessage());
+  } catch (const std::exception&) {  // RPC ends, or the other has ended
+  }
+}
+
 RRef remote(int64_t rank, const std::string& op, std::vector<c10::IValue> arguments,
             std::optional<Milliseconds> timeout) {
   const auto agent = rpc::agent();

@@ -19,7 +19,7 @@ class UserRRef;
 /// that are processes. Ranks that are threads of one process have no need of it, so that `init_rpc` and
 /// `shutdown` do nothing there and a program can be the same for both.
 ///
-/// A process has one RPC. If torch.distributed.rpc of Python initialized it, that one is taken (never tried).
+/// A process has one RPC. If torch.distributed.rpc of Python initialized it, that one is taken.
 namespace tessera::rpc {
 
 /// The longest that a call waits for its answer unless the caller gives another timeout.
@@ -61,6 +61,10 @@ TESSERA_API std::string why_not(const World& world);
 /// any more, and if there is no answer within the timeout (by default that of `init_rpc`).
 TESSERA_API c10::IValue rpc_sync(int64_t rank, const std::string& op, std::vector<c10::IValue> arguments,
                                  std::optional<std::chrono::milliseconds> timeout = {});
+
+/// Lets another rank run that operator, without waiting for it. Whatever fails, also that there is no RPC (any more), is
+/// ignored: for what destructors have to say.
+TESSERA_API void notify(int64_t rank, const std::string& op, std::vector<c10::IValue> arguments) noexcept;
 
 /// Include <torch/csrc/distributed/rpc/rref_impl.h> to use one.
 using RRef = c10::intrusive_ptr<torch::distributed::rpc::UserRRef>;

@@ -2,6 +2,7 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
+#include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/sockets.h>
 #include <tessera/comm/store.h>
@@ -259,14 +260,25 @@ void World::wait_for_end_of_others(std::chrono::milliseconds patience) const {
 }
 
 void World::leave() {
+  const bool has_failed = !reported_failure().empty();
   if (!process_rank_ || !process_rank_->leave()) return;
   // Meshes may outlive the world, in caches too, and refer to its groups; connections and threads end.
-  std::lock_guard lock(mutex_);
-  options_.store.reset();
-  const Blocking blocking;
-  for (const auto& [key, group] : groups_) {
-    if (process_rank_->interrupts(group)) group->release_resources();
+  std::vector<Group> made;
+  {
+    const std::lock_guard lock(mutex_);
+    options_.store.reset();
+    for (const auto& [key, group] : groups_) {
+      if (ProcessRank::made(group)) made.push_back(group);
+    }
   }
+  const Blocking blocking;
+  const auto release = [made = std::move(made)] {
+    for (const auto& group : made) group->release_resources();
+  };
+  if (!has_failed) return release();
+  // What a transport was doing then may last.
+  constexpr std::chrono::seconds kPatience(1);
+  do_for_at_most(kPatience, release);
 }
 
 void World::name_group(const Group& group, const std::string& name) {

@@ -299,19 +299,44 @@ class TwoHosts {
   std::vector<std::string> names_, interfaces_;
 };
 
-TEST(ProcessWorld, CrossesNetworkNamespaces) {
-  const TwoHosts hosts;
-  if (!hosts.ok())
-    GTEST_SKIP() << "this machine does not allow making network namespaces (it takes root and iproute2)";
+/// The exit codes of two processes that run the body, one on each host.
+std::vector<int> run_on(const TwoHosts& hosts, const std::string& body) {
   std::vector<int> codes(2, -1);
   std::vector<std::thread> runners;
   for (int rank = 0; rank < 2; ++rank) {
-    runners.emplace_back([&, rank] {
-      codes[rank] = std::system(hosts.command(rank, support::this_program(), "suite").c_str());
-    });
+    runners.emplace_back(
+        [&, rank] { codes[rank] = std::system(hosts.command(rank, support::this_program(), body).c_str()); });
   }
   for (auto& runner : runners) runner.join();
-  EXPECT_EQ(codes, (std::vector<int>{0, 0}));
+  return codes;
+}
+
+constexpr const char* kNoHosts =
+    "this machine does not allow making network namespaces (it takes root and iproute2)";
+
+TEST(ProcessWorld, CrossesNetworkNamespaces) {
+  const TwoHosts hosts;
+  if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
+  EXPECT_EQ(run_on(hosts, "suite"), (std::vector<int>{0, 0}));
+}
+
+RANK_BODY(host_is_lost) {
+  init_process_group("gloo", std::chrono::seconds(120));
+  const auto group = current_world()->group();
+  comm::barrier(group).wait();
+  if (get_rank() == 1) {
+    const std::string pull = "ip link set " + std::string(std::getenv("GLOO_SOCKET_IFNAME")) + " down";
+    ASSERT_EQ(std::system(pull.c_str()), 0);
+  }
+  EXPECT_THAT(error_of([&] { comm::barrier(group).wait(); }),
+              AllOf(HasSubstr(c10::str("rank ", 1 - get_rank(), " (process ")),
+                    HasSubstr("is not reachable any more")));
+}
+
+TEST(ProcessWorld, NoticesThatAHostIsGone) {
+  const TwoHosts hosts;
+  if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
+  EXPECT_EQ(run_on(hosts, "host_is_lost"), (std::vector<int>{0, 0}));
 }
 
 }  // namespace

@@ -282,6 +282,15 @@ const Fault& fault_named(const std::string& name) {
                        [&](const Fault& each) { return each.name == name; });
 }
 
+/// Returns when all processes are there: on a busy machine that may take longer than what ranks wait for each other.
+void wait_for_processes(const std::string& directory) {
+  note_time(directory + "/started" + environment("RANK"));
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    while (!std::filesystem::exists(c10::str(directory, "/started", rank)))
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
+
 RANK_BODY(fault) {
   const std::string step = environment("TESSERA_TEST_STEP"),
                     directory = environment("TESSERA_TEST_DIRECTORY");
@@ -300,6 +309,7 @@ RANK_BODY(fault) {
   at::ones({1000, 1000}).sum();
   threads = count_entries("/proc/self/task");
   files = count_entries("/proc/self/fd");
+  wait_for_processes(directory);
   try {
     if (step == "init" && is_culprit) fault.strike();
     launch(

@@ -49,6 +49,10 @@ RankBody::RankBody(const std::string& name, std::function<void()> body) { bodies
 
 std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t count,
                                                 support::SpawnOptions options) {
+#ifdef __SANITIZE_THREAD__
+  // gloo is not compiled with ThreadSanitizer, which so takes what it does for races.
+  options.environment.emplace_back("TSAN_OPTIONS", "report_bugs=0");
+#endif
   return support::spawn(count, {support::this_program(), kFlag + body}, options);
 }
 

@@ -19,6 +19,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <unistd.h>
 #include <vector>
 
@@ -63,7 +64,14 @@ checkpoint::StateDict make_state(const Options& options, const DeviceMesh& mesh,
   return state;
 }
 
-/// Seconds by name, on the first rank.
+/// Of all ranks: where they share processors, one may be done before the others have begun.
+double slowest(double seconds, const DeviceMesh& mesh) {
+  return DTensor::from_local(at::scalar_tensor(seconds, at::kDouble), mesh, {Partial(ReduceOp::max)})
+      .item()
+      .toDouble();
+}
+
+/// Seconds by name.
 std::map<std::string, double> measure_ranks(const Options& options, const std::string& directory) {
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {kRanks});
   const std::string path = directory + "/checkpoint";
@@ -74,7 +82,7 @@ std::map<std::string, double> measure_ranks(const Options& options, const std::s
       DTensor(state.at("w0").tensor()).sum().item<float>();  // all begin together
       const auto start = Clock::now();
       body();
-      return seconds_since(start);
+      return slowest(seconds_since(start), mesh);
     });
   };
   result["save"] = timed([&] { checkpoint::save(state, path); });
@@ -90,7 +98,7 @@ std::map<std::string, double> measure_ranks(const Options& options, const std::s
     auto pending = checkpoint::async_save(state, path);
     const double stall = seconds_since(start);
     pending.wait();
-    return stall;
+    return slowest(stall, mesh);
   });
   std::vector<at::Tensor> copies;
   for (const auto& entry : state.values().entries())
@@ -126,8 +134,17 @@ double sequential_read(const std::string& path) {
   return seconds_since(start);
 }
 
+/// What the machine can do at best: seconds that as many threads as there are ranks take for their shares.
+double in_parallel(const std::function<void(int64_t rank)>& work) {
+  const auto start = Clock::now();
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < kRanks; ++rank) threads.emplace_back(work, rank);
+  for (std::thread& each : threads) each.join();
+  return seconds_since(start);
+}
+
 void print_row(const std::string& name, double bytes, double seconds, double reference, const char* of) {
-  std::printf("  %-34s %7.3f s  %6.2f GB/s", name.c_str(), seconds, bytes / seconds / 1e9);
+  std::printf("  %-36s %7.3f s  %6.2f GB/s", name.c_str(), seconds, bytes / seconds / 1e9);
   if (reference > 0) std::printf("   %5.2fx %s", reference / seconds, of);
   std::printf("\n");
 }
@@ -169,8 +186,17 @@ void measure_place(const Options& options, const std::string& place, const std::
   const double write = best([&] { return sequential_write(file, options.bytes()); });
   const double read = best([&] { return sequential_read(file); });
   std::filesystem::remove(file);
+  const auto share = [&](int64_t rank) { return c10::str(file, rank); };
+  const double parallel_write = best([&] {
+    return in_parallel([&](int64_t rank) { sequential_write(share(rank), options.bytes() / kRanks); });
+  });
+  const double parallel_read =
+      best([&] { return in_parallel([&](int64_t rank) { sequential_read(share(rank)); }); });
+  for (int64_t rank = 0; rank < kRanks; ++rank) std::filesystem::remove(share(rank));
   print_row("sequential write + fsync", bytes, write, 0, "");
   print_row("sequential read", bytes, read, 0, "");
+  print_row("write + fsync by threads, replacing", bytes, parallel_write, write, "sequential");
+  print_row("read by threads", bytes, parallel_read, read, "sequential");
   if (torch_of("save") > 0) {
     print_row("torch DCP save, processes", bytes, torch_of("save"), write, "sequential");
     print_row("torch DCP load, processes", bytes, torch_of("load"), read, "sequential");
@@ -188,10 +214,10 @@ void measure_place(const Options& options, const std::string& place, const std::
       const bool is_save = std::string(what) == "save";
       print_row(c10::str(what, ", ", ranks), bytes, found->second, is_save ? write : read, "sequential");
       const double theirs = torch_of(is_save ? "save" : "load");
-      if (theirs > 0) std::printf("  %-34s %35.2fx DCP\n", "", theirs / found->second);
+      if (theirs > 0) std::printf("  %-36s %33.2fx DCP\n", "", theirs / found->second);
     }
     if (seconds.count("memcpy"))
-      std::printf("  %-34s %7.3f s  %5.2fx memcpy of the state\n",
+      std::printf("  %-36s %7.3f s  %5.2fx memcpy of the state\n",
                   c10::str("stall of async_save, ", ranks).c_str(), seconds.at("stall of async_save"),
                   seconds.at("stall of async_save") / seconds.at("memcpy"));
   }

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def _boxes(tensor: torch.Tensor, fqn: str) -> list[tuple[torch.Size, torch.Tensor]]:
     """Where they begin, and this rank's memory of them. Of a tensor without elements: all of it, so that it is known at all."""
+    if tensor.numel() == 0 and _C.is_sharded_tensor(tensor):
+        return [(torch.Size(shard.shard_offsets), local.detach()) for local, shard in _C.local_shards(tensor)]
     if tensor.numel() == 0 and _C.device_mesh(tensor).get_coordinate() is not None:
         return [(torch.Size([0] * tensor.ndim), _C.local_tensor(tensor).detach().reshape(tensor.shape))]
     return [(torch.Size(offsets), box) for offsets, box in _C.local_boxes(tensor, fqn)]

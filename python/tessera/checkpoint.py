@@ -5,7 +5,7 @@
     state = {"model": model.state_dict(), "step": 0}          # on other ranks, with other placements
     tessera.checkpoint.load(state, "run/step-100")            # writes into its tensors; state["step"] is 100
 
-A state is a dict, with str or int keys, of tensors (plain, distributed, or ``torch.distributed.tensor``'s), None, bool, int,
+A state is a dict, with str or int keys, of tensors (plain, distributed, sharded, or ``torch.distributed``'s), None, bool, int,
 float, str, bytes, and of dicts, lists and tuples of these. All ranks call these functions together. Where one fails, all get
 the error, which names it.
 """
@@ -47,7 +47,7 @@ class LoadReport(NamedTuple):
 
 
 class _Adopt:
-    """Makes tensors of ours of those of torch.distributed.tensor, with one mesh of ours for each of theirs."""
+    """Makes tensors of ours of torch.distributed's, on the same memory, with one mesh of ours for each of theirs."""
 
     def __init__(self) -> None:
         self._meshes: dict[TorchMesh, _C.DeviceMesh] = {}
@@ -55,8 +55,11 @@ class _Adopt:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         from torch.distributed.tensor import DTensor as TorchDTensor
 
+        from tessera import sharded
         from tessera._bridge import from_torch, mesh_from_torch
 
+        if sharded._bridge.is_torch(tensor):
+            return sharded.from_torch(tensor)  # type: ignore[arg-type]
         if not isinstance(tensor, TorchDTensor):
             return None
         mesh = tensor.device_mesh

@@ -202,10 +202,13 @@ void set_file_fault(std::function<void(std::string_view call, const std::string&
 
 File::File(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
 File::File(File&& other) noexcept
-    : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      written_(other.written_) {}
 File& File::operator=(File&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(descriptor_, other.descriptor_);
+  std::swap(written_, other.written_);
   return *this;
 }
 File::~File() {
@@ -268,7 +271,17 @@ void File::write(int64_t offset, const void* data, size_t size) {
     from += count;
     offset += count;
     size -= static_cast<size_t>(count);
+    begin_to_store(offset, count);
   }
+}
+
+void File::begin_to_store(int64_t end, int64_t count) {
+  constexpr int64_t kBatch = int64_t{8} << 20;
+  written_ += count;
+  if (written_ < kBatch) return;
+  // A hint: what fails shows in `sync`.
+  (void)::sync_file_range(descriptor_, std::max<int64_t>(end - written_, 0), written_, SYNC_FILE_RANGE_WRITE);
+  written_ = 0;
 }
 
 void File::sync() { sync_descriptor(descriptor_, path_, /*directory=*/false); }

@@ -40,8 +40,12 @@ class File {
 
  private:
   File(std::string path, int descriptor);
+  /// So many bytes before `end` were written: they go to the disk while more is written, not only when `sync` waits for it.
+  void begin_to_store(int64_t end, int64_t count);
+
   std::string path_;
   int descriptor_ = -1;
+  int64_t written_ = 0;  // that the disk was not asked to store
 };
 
 /// The content of a small file. Throws if it is larger than `limit`.

@@ -26,7 +26,7 @@ namespace tessera::checkpoint {
 namespace {
 
 /// How often a load begins anew as the checkpoint was replaced meanwhile.
-constexpr int kMaxAttempts = 20;
+constexpr int kMaxAttempts = 100;
 
 /// A checkpoint of which rank 0 knows whether it is still the one at its path.
 struct Opened {

@@ -108,12 +108,15 @@ void Peers::exchange(const std::vector<at::Tensor>& received, const std::vector<
   comm::all_to_all(received, sent, group_).wait();
 }
 
-void Peers::agree(const std::string& task,
-                  const std::vector<std::pair<std::string, std::string>>& options) const {
-  ByteWriter out;
-  out.put(std::string_view(task));
-  for (const auto& [name, text] : options) out.put(std::string_view(text));
-  const auto all = all_gather(out.take());
+void Peers::agree(const std::string& task, const Options& options, const std::string& what,
+                  const std::function<void()>& work) const {
+  const auto all = gather_together(what, [&] {
+    work();
+    ByteWriter out;
+    out.put(std::string_view(task));
+    for (const auto& [name, text] : options) out.put(std::string_view(text));
+    return out.take();
+  });
   const auto texts_of = [](std::string_view bytes, size_t count) {
     ByteReader in(bytes, "what a rank came for");
     std::vector<std::string> texts;

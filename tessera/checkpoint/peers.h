@@ -32,9 +32,15 @@ class Peers {
   /// received[r] = rank r's sent[this rank]: byte tensors whose sizes both sides know. Collective.
   void exchange(const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) const;
 
-  /// Throws on every rank unless all came for the same `task`, with the same options: names and texts, the same names on
-  /// every rank that has the same task. Collective.
-  void agree(const std::string& task, const std::vector<std::pair<std::string, std::string>>& options) const;
+  /// Names and texts, the same names on every rank that has the same task.
+  using Options = std::vector<std::pair<std::string, std::string>>;
+  /// Calls `work`, as `together` does. Throws on every rank unless all came for the same `task`, with the same options.
+  /// Collective.
+  void agree(const std::string& task, const Options& options, const std::string& what,
+             const std::function<void()>& work) const;
+  void agree(const std::string& task, const Options& options) const {
+    agree(task, options, "To " + task, [] {});
+  }
 
   /// Calls `work`. If it threw on any rank, throws on every rank, saying `what` failed, on which rank and why.
   /// Collective.

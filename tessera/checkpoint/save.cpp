@@ -17,11 +17,14 @@
 #include <tessera/error.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <future>
 #include <iostream>
 #include <mutex>
 #include <optional>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <ATen/Functions.h>
 #include <c10/util/hash.h>
@@ -39,6 +42,7 @@ struct SaveJob {
   std::shared_ptr<const SavePlan> plan;  // of the tensors
   Catalog catalog;                       // all leaves; the chunks are yet to be written
   std::vector<ElementsToWrite> elements;
+  std::exception_ptr error;  // why this rank has them not; the others hear of it in `execute`
 
   int64_t bytes() const {
     int64_t sum = 0;
@@ -127,20 +131,16 @@ bool has_partial(const at::Tensor& tensor) {
 SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptions& options, Peers& peers,
                 const std::function<void(SaveJob&)>& take_elements = {}) {
   const at::NoGradGuard no_grad;
-  peers.agree("save a checkpoint", {{"path", path},
-                                    {"format", format_name(options.format)},
-                                    {"keep_last", std::to_string(options.keep_last)},
-                                    {"file_limit", std::to_string(options.file_limit)}});
-  TESSERA_CHECK_VALUE(!path.empty(), "The path of a checkpoint must not be empty.");
-  TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
-                      "keep_last must not be negative, and file_limit must be positive.");
-  const std::string what = "Saving to " + path;
-  SaveJob job{path, options, nullptr, {}, {}};
+  SaveJob job{path, options, nullptr, {}, {}, {}};
   Value values;
   std::map<std::string, StateLeaf> leaves;
   std::map<std::string, LocalTensor> local;
   Description mine;
-  peers.together(what, [&] {
+  const Peers::Options agreed_on{{"path", path},
+                                 {"format", format_name(options.format)},
+                                 {"keep_last", std::to_string(options.keep_last)},
+                                 {"file_limit", std::to_string(options.file_limit)}};
+  peers.agree("save a checkpoint", agreed_on, "Saving to " + path, [&] {
     values = StateDictHooks::before_save(state);
     leaves = flatten(values);
     for (const auto& [key, leaf] : leaves) {
@@ -154,6 +154,9 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
       }
     }
   });
+  TESSERA_CHECK_VALUE(!path.empty(), "The path of a checkpoint must not be empty.");
+  TESSERA_CHECK_VALUE(options.keep_last >= 0 && options.file_limit > 0,
+                      "keep_last must not be negative, and file_limit must be positive.");
   // Only when all ranks have looked at all that they have: a rank that failed would not come to reduce.
   for (const auto& [key, leaf] : leaves) {
     if (leaf.value->is_tensor() && has_partial(leaf.value->tensor()))
@@ -179,11 +182,13 @@ SaveJob prepare(const StateDict& state, const std::string& path, const SaveOptio
     TESSERA_CHECK(job.catalog.leaves.emplace(key, leaf).second, "'", key,
                   "' is a tensor on some ranks, but none on others. What differs from rank to rank needs "
                   "keys of its own.");
-  peers.together(what, [&] {
+  try {
     for (const Write& write : job.plan->writes[peers.rank()])
       job.elements.push_back({write, part_of(local.at(write.key).boxes[write.source], write.box)});
     if (take_elements) take_elements(job);
-  });
+  } catch (...) {
+    job.error = std::current_exception();
+  }
   return job;
 }
 
@@ -248,6 +253,7 @@ void execute(const SaveJob& job, const Peers& peers) {
   const std::string what = "Saving to " + job.path;
   Publisher publisher(job.path);
   const std::string fresh = peers.gather_together(what, [&] {
+    if (job.error) std::rethrow_exception(job.error);
     if (is_first) publisher.begin();
     return publisher.fresh();
   })[0];
@@ -322,6 +328,12 @@ class SnapshotMemory {
   std::mutex mutex_;
   std::vector<at::Tensor> free_;
 };
+
+/// This thread gets what the others leave it of the processors: training goes on.
+void yield_to_others() {
+  constexpr int kNice = 10;
+  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+}
 
 constexpr int64_t kSnapshotAlignment = 64;
 
@@ -406,6 +418,7 @@ PendingSave async_save(const StateDict& state, const std::string& path, const Sa
            const std::shared_ptr<World> here = std::move(world);
            std::optional<WorldScope> scope;
            if (here) scope.emplace(here);
+           yield_to_others();
            execute(mine, mates);
            SnapshotMemory::instance().give_back(std::move(memory));
          }).share();

@@ -211,10 +211,12 @@ void Arguments::check_plain(size_t position, const at::Tensor& tensor) const {
       "tessera.experimental.implicit_replication()).");
 }
 
-/// A scalar tensor, or the same on all ranks: because the user says so, because a formula of autograd made it
-/// (zeros for a gradient or a tangent that is not there), or because it is an index, as in x[[0, 2]].
+/// A scalar tensor (of shape [] or [1], as torch.tensor([0.1]) for a learning rate), or the same on all ranks: because
+/// the user says so, because a formula of autograd made it (zeros for a gradient or a tangent that is not there), or
+/// because it is an index, as in x[[0, 2]].
 bool Arguments::may_be_plain(size_t position, const at::Tensor& tensor) const {
-  return tensor.dim() == 0 || info_.has_holes[position] || implicit_replication() ||
+  const bool is_scalar = tensor.dim() == 0 || (tensor.dim() == 1 && tensor.size(0) == 1);
+  return is_scalar || info_.has_holes[position] || implicit_replication() ||
          torch::autograd::get_current_graph_task_id() != -1 || is_missing_tangent(tensor);
 }
 

@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/observer.h>
 #include <tessera/comm/shared_error.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/refusal.h>
@@ -225,6 +226,7 @@ void compute_or_refuse_together(const std::string& op, const DeviceMesh& mesh,
   }
   const auto mine = error ? comm::kind_of(error) : comm::ErrorKind::none;
   const at::Tensor kind = at::full({1}, static_cast<int64_t>(mine), at::kLong);
+  const comm::WhileAgreeing agreeing;
   comm::all_reduce(kind, c10d::ReduceOp::MAX, mesh.get_joint_group()).wait();
   if (error) std::rethrow_exception(error);
   const auto found = static_cast<comm::ErrorKind>(kind.item<int64_t>());

@@ -1,5 +1,6 @@
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/observer.h>
 #include <tessera/comm/within.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
@@ -48,6 +49,8 @@ const Memory& recall(AutogradContext* context) {
 }
 
 void store(AutogradContext* context, c10::intrusive_ptr<Memory> memory) {
+  // A gradient that is not there stays so: autograd would make plain zeros of it.
+  context->set_materialize_grads(false);
   context->saved_data["memory"] = c10::IValue::make_capsule(std::move(memory));
 }
 
@@ -128,8 +131,11 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const bool sharded_alike =
         with_partials_replicated(placements) == with_partials_replicated(memory.spec.placements());
     const auto order = sharded_alike ? memory.spec.order() : ShardOrder();
-    const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), std::nullopt,
-                    gradients[0].scalar_type(), order);
+    // Its dims lie in memory as the tensor's do.
+    const auto strides =
+        memory.spec.is_dense() ? c10::OptionalIntArrayRef(memory.spec.strides()) : std::nullopt;
+    const Spec spec(memory.spec.mesh(), placements, memory.spec.shape(), strides, gradients[0].scalar_type(),
+                    order);
     check_local(gradients[0], spec, "The gradient of to_local");
     return {FromLocal::apply(gradients[0], remember(spec)), Variable()};
   }
@@ -186,6 +192,7 @@ std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mes
   mine = mine.to(mesh.device_type());
   comm::Tensors all;
   for (int64_t i = 0; i < mesh.size(); ++i) all.push_back(at::empty_like(mine));
+  const comm::WhileAgreeing agreeing;
   comm::all_to_all(all, comm::Tensors(all.size(), mine), mesh.get_joint_group()).wait();
   std::vector<c10::DimVector> shapes;
   for (const at::Tensor& each : all) {
@@ -199,6 +206,15 @@ std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mes
 
 /// Of all ranks of the mesh; null outside of it.
 Group group_of(const DeviceMesh& mesh) { return mesh.is_member() ? mesh.get_joint_group() : Group(); }
+
+/// Those of a tensor that is channels last; else nothing, as ranks may hold the same values otherwise.
+std::optional<std::vector<int64_t>> channels_last_strides(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return std::nullopt;
+  const auto sizes = tensor.sizes();
+  if (tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) return c10::get_channels_last_strides_2d(sizes);
+  if (tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d)) return c10::get_channels_last_strides_3d(sizes);
+  return std::nullopt;
+}
 
 at::TensorOptions on_mesh(at::TensorOptions options, const DeviceMesh& mesh) {
   return options.has_device() ? options : options.device(mesh.device_type());
@@ -224,7 +240,7 @@ DTensor drawn(c10::IntArrayRef shape, const DeviceMesh& mesh, const Placements& 
   at::Tensor local =
       new_memory(spec.local_shape(), on_mesh(options, mesh).dtype(spec.dtype()).requires_grad(false));
   if (mesh.is_member()) {
-    write(local, random::Region(placed), random::next_draw(mesh));
+    if (!local.is_meta()) write(local, random::Region(placed), random::next_draw(mesh));
     local = execute(*cached_plan(placed, spec), local);
   }
   return made(std::move(local), spec, options);
@@ -291,8 +307,10 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
     const auto given = [](const char* what, const std::optional<std::vector<int64_t>>& sizes) {
       return sizes ? c10::str(", ", what, " ", c10::IntArrayRef(*sizes)) : "";
     };
-    return c10::str(local.scalar_type(), " of ", local.dim(), " dims, ", c10::ArrayRef<Placement>(placements),
-                    ", ", mesh, given("shape", options.shape), given("strides", options.strides));
+    return c10::str(local.scalar_type(), " of ", local.dim(), " dims, ",
+                    local.requires_grad() ? "which requires grad, " : "",
+                    c10::ArrayRef<Placement>(placements), ", ", mesh, given("shape", options.shape),
+                    given("strides", options.strides));
   });
   std::vector<int64_t> shape;
   if (options.shape) {
@@ -417,16 +435,21 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
                         tensor.defined() ? "distributed already; use redistribute." : "undefined.");
     TESSERA_CHECK_INDEX(!source || (*source >= 0 && *source < mesh.size()),
                         "distribute_tensor: there is no rank ", *source, " in ", mesh, ".");
-    global = tensor.detach().to(mesh.device_type());
-    target = Spec(mesh, placements, global.sizes(), std::nullopt, global.scalar_type());
+    global = tensor.detach();
+    if (!global.is_meta()) global = global.to(mesh.device_type());
+    const auto strides = channels_last_strides(global);
+    target = Spec(mesh, placements, global.sizes(),
+                  strides ? c10::OptionalIntArrayRef(*strides) : std::nullopt, global.scalar_type());
     if (!source || mesh.size() == 1) return std::string();
-    return c10::str(target, tensor.requires_grad() ? " requires_grad, source " : ", source ", *source);
+    return c10::str(target, global.is_meta() ? " on meta" : "",
+                    tensor.requires_grad() ? " requires_grad, source " : ", source ", *source);
   });
   const Spec placed = target.with_placements(with_partials_replicated(target.placements()));
   at::Tensor local;
   if (!mesh.is_member()) {
     local = at::empty({0}, global.options());
-  } else if (!source || mesh.size() == 1) {
+  } else if (!source || mesh.size() == 1 || global.is_meta()) {
+    if (global.is_meta()) agreement.settle();
     local = select_pieces(global, placed.local_pieces()).contiguous();
     if (local.is_alias_of(global)) local = local.clone();
   } else {
@@ -439,7 +462,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
     }
     comm::scatter(local, locals, *source, group).wait();
   }
-  if (mesh.is_member()) local = execute(*cached_plan(placed, target), local);
+  if (mesh.is_member()) local = execute(*cached_plan(placed, target), laid_out(local, placed));
   DTensor result(with_message(make_dtensor(std::move(local), target)));
   result.set_requires_grad(tensor.requires_grad());
   return result;

@@ -106,11 +106,12 @@ TESSERA_API void check_no_partial(at::TensorList tensors, const std::string& wha
 
 /// `tensor` as a distributed one. Each rank gets its part of what the `source`-th rank of the mesh has; with
 /// no source, its part of what it has itself, without communication. requires_grad is kept: the result is a
-/// leaf.
+/// leaf. A tensor on meta stays there, and `at::empty_like(result, device)` gives each rank memory for its shard.
 TESSERA_API DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements,
                                       std::optional<int64_t> source = 0);
 
-/// New tensors, of which each rank allocates its shard. On P(op) partial values reduce to the value asked for.
+/// New tensors, of which each rank allocates its shard; on meta, if the options say so. On P(op) partial values
+/// reduce to the value asked for.
 TESSERA_API DTensor empty(c10::IntArrayRef shape, const DeviceMesh& mesh, Placements placements,
                           at::TensorOptions options = {});
 TESSERA_API DTensor full(c10::IntArrayRef shape, const at::Scalar& value, const DeviceMesh& mesh,

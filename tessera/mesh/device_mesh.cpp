@@ -61,12 +61,13 @@ void check_names(const Names& names) {
   for (size_t i = 0; i < names.size(); ++i) {
     const std::string& name = names[i];
     TESSERA_CHECK_VALUE(!name.empty(), "The name of mesh dim ", i, " is empty.");
-    const bool identifier =
-        !std::isdigit(static_cast<unsigned char>(name[0])) && std::ranges::all_of(name, [](char c) {
-          return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
-        });
-    TESSERA_CHECK_VALUE(identifier, "The mesh dim name ", quote(name),
-                        " is no identifier: expected letters, digits and '_', not starting with a digit.");
+    // So that the text of a spec can be read again.
+    const bool readable = std::ranges::none_of(name, [](unsigned char c) {
+      return std::isspace(c) || std::iscntrl(c) ||
+             std::string_view("=,:()[]").find(c) != std::string_view::npos;
+    });
+    TESSERA_CHECK_VALUE(readable, "The mesh dim name ", quote(name),
+                        " has a space, a control character or one of =,:()[], which a name must not have.");
     TESSERA_CHECK_VALUE(std::find(names.begin(), names.begin() + i, name) == names.begin() + i,
                         "The mesh dim name ", quote(name), " is repeated.");
   }
@@ -286,9 +287,25 @@ struct DeviceMesh::State {
     c10d::ProcessGroup* known = groups[position].load(std::memory_order_acquire);
     if (known) return Group::reclaim_copy(known);
     Group made = group(axes[position]);
-    if (!names.empty() && !axes[position].group) root->world->name_group(made, names[position]);
+    if (!axes[position].group) {
+      if (!names.empty()) root->world->name_group(made, names[position]);
+      // As torch.distributed describes the groups of its meshes. Until then the world and it describe them so.
+      const std::string& known_as = made->getGroupDesc();
+      if (known_as == "tessera" || known_as == "undefined")
+        made->setGroupDesc("mesh_" + (names.empty() ? c10::str("dim_", position) : names[position]));
+    }
     groups[position].store(made.get(), std::memory_order_release);
     return made;
+  }
+
+  /// `group`, which is to be that of `axis`.
+  const Group& checked(const Axis& axis, const Group& group) const {
+    const auto expected = ranks({&axis, 1}, first_index({&axis, 1}, member_index("group")));
+    const auto size = static_cast<int64_t>(expected.size());
+    TESSERA_CHECK_VALUE(group->getSize() == size && expected[group->getRank()] == root->world->rank(),
+                        "The group given for a dim of ", text(), " is not of its ranks ",
+                        at::IntArrayRef(expected), ".");
+    return group;
   }
 
   std::string name(size_t position) const {
@@ -556,7 +573,7 @@ std::vector<DeviceMesh> DeviceMesh::submeshes(const MeshDim& dim) const {
   return result;
 }
 
-DeviceMesh DeviceMesh::flatten(std::string name) const {
+DeviceMesh DeviceMesh::flatten(std::string name, const Group& group) const {
   const Names& own = state_->names;
   if (name.empty()) {
     TESSERA_CHECK_VALUE(!own.empty(), "The dims of ", state_->text(),
@@ -564,11 +581,12 @@ DeviceMesh DeviceMesh::flatten(std::string name) const {
     for (const std::string& part : own) name += (name.empty() ? "" : "_") + part;
   }
   check_names({name});
-  if (own == Names{name}) return *this;
+  if (own == Names{name} && !group) return *this;
 
   Root& root = *state_->root;
   TESSERA_CHECK_VALUE(std::ranges::find(root.names, name) == root.names.end() && !state_->find(name),
-                      "Cannot name the flattened ", state_->text(), " ", quote(name), ": that is a dim of ",
+                      "Cannot name the flattened ", state_->text(), " ", quote(name), ": ", name,
+                      " already exists for submesh of the DeviceMesh ",
                       state_->find(name) ? state_->text() : State(state_->root).text(),
                       "; choose another name.");
   Axis axis = join(state_->axes);
@@ -576,14 +594,28 @@ DeviceMesh DeviceMesh::flatten(std::string name) const {
     std::lock_guard lock(root.mutex);
     const auto [known, added] = root.flattened.try_emplace(name, axis);
     TESSERA_CHECK_VALUE(known->second.digits == axis.digits, "Cannot name the flattened ", state_->text(),
-                        " ", quote(name),
-                        ": that is already the name of other flattened dims; choose another name.");
+                        " ", quote(name), ". Flatten mesh with mesh_dim_name ", name,
+                        " has been created before, of other dims; choose another name.");
+    if (group) known->second.group = state_->checked(axis, group);
+    axis = known->second;
   }
   return DeviceMesh(std::make_shared<State>(state_->root, std::vector<Axis>{std::move(axis)},
                                             Names{std::move(name)}, state_->anchor()));
 }
 
-DeviceMesh DeviceMesh::unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names) const {
+std::map<std::string, DeviceMesh> DeviceMesh::flattened() const {
+  std::map<std::string, DeviceMesh> result;
+  std::lock_guard lock(state_->root->mutex);
+  for (const auto& [name, axis] : state_->root->flattened) {
+    if (!covers(state_->axes, axis)) continue;
+    result.emplace(name, DeviceMesh(std::make_shared<State>(state_->root, std::vector<Axis>{axis},
+                                                            Names{name}, state_->anchor())));
+  }
+  return result;
+}
+
+DeviceMesh DeviceMesh::unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names,
+                                 const std::vector<Group>& groups) const {
   const size_t position = state_->position(dim);
   const std::string what = c10::str("Cannot unflatten dim ", state_->name(position), " of ", state_->text());
   check_sizes(sizes);
@@ -594,11 +626,16 @@ DeviceMesh DeviceMesh::unflatten(const MeshDim& dim, at::IntArrayRef sizes, Name
                       quote(names), ".");
   TESSERA_CHECK_VALUE(!state_->names.empty() || names.empty() || ndim() == 1, what, " into dims named ",
                       quote(names), ": the other dims have no names.");
-  const auto parts = split(state_->axes[position], sizes);
+  TESSERA_CHECK_VALUE(groups.empty() || groups.size() == sizes.size(), what, " into ", sizes, ": expected ",
+                      sizes.size(), " groups or none, but got ", groups.size(), ".");
+  auto parts = split(state_->axes[position], sizes);
   TESSERA_CHECK_VALUE(
       parts, what, " into ", sizes,
       ": it was flattened from dims that do not lie next to each other in the root, and these "
       "sizes do not follow their boundaries.");
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i]) (*parts)[i].group = state_->checked((*parts)[i], groups[i]);
+  }
 
   std::vector<Axis> axes = state_->axes;
   axes.erase(axes.begin() + position);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <iosfwd>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,7 +50,7 @@ class TESSERA_API DeviceMesh {
   /// `ranks` in row-major order of `shape`. Without names the dims are known by position only.
   ///   DeviceMesh(at::kCPU, {2, 2}, {0, 1, 2, 3}, {"dp", "tp"})  ->  mesh(dp=2, tp=2)
   /// Throws, naming the culprit, if the shape does not fit the ranks, a rank is repeated or outside the
-  /// world, a name is repeated or no identifier ([A-Za-z_][A-Za-z0-9_]*), or the device has no groups (xla).
+  /// world, a name is repeated or has spaces or one of =,:()[], or the device has no groups (xla).
   DeviceMesh(at::DeviceType device, at::IntArrayRef shape, std::vector<int64_t> ranks, Names names = {},
              std::shared_ptr<World> world = nullptr);
   /// The same with shape and ranks from an integer tensor.
@@ -132,11 +133,15 @@ class TESSERA_API DeviceMesh {
   /// All dims as one, named `name` (names joined by "_" by default). The root and all its slices that
   /// have these dims know it by this name, which must be new unless for the same dims:
   ///   root[{"dp", "cp"}].flatten();  root["dp_cp"]  ->  mesh(dp_cp=4)
-  /// A 1-d mesh flattened into its own name is itself.
-  DeviceMesh flatten(std::string name = "") const;
+  /// A 1-d mesh flattened into its own name is itself. It uses `group`, unless null, instead of one that the world makes.
+  DeviceMesh flatten(std::string name = "", const Group& group = {}) const;
+  /// What `flatten` made of dims of this mesh, by name.
+  std::map<std::string, DeviceMesh> flattened() const;
   /// One dim as several, row-major.
   ///   mesh(world=8).unflatten(0, {2, 4}, {"dp", "tp"})  ->  mesh(dp=2, tp=4)
-  DeviceMesh unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names) const;
+  /// `groups`: for each of these dims this rank's group, or null for one that the world makes; or none.
+  DeviceMesh unflatten(const MeshDim& dim, at::IntArrayRef sizes, Names names,
+                       const std::vector<Group>& groups = {}) const;
   /// The mesh that this one is a slice of; itself if it is no slice.
   DeviceMesh root() const;
 

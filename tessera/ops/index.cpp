@@ -127,6 +127,8 @@ struct Indexing {
   Shape shape;                    // of the indices together
   Letters self, indices, output;  // indices: of their dims together
   Shape result;
+  /// Some dims are indexed by plain scalar tensors, which are not among the call's tensors. These dims are unsharded.
+  bool has_scalars = false;
 
   static std::optional<Indexing> of(const OpCall& call) {
     const auto self = call.tensor("self");
@@ -139,8 +141,13 @@ struct Indexing {
       if (is_index(item)) {
         const at::Tensor& index = item.toTensor();
         if (index.scalar_type() != at::kLong && index.scalar_type() != at::kInt) return std::nullopt;
-        if (next >= call.tensors.size() || call.tensors[next].shape() != index.sizes()) return std::nullopt;
         found.dims.push_back(dim);
+        if (index.dim() == 0 && !DTensorImpl::of(index)) {
+          found.has_scalars = true;
+          ++dim;
+          continue;
+        }
+        if (next >= call.tensors.size() || call.tensors[next].shape() != index.sizes()) return std::nullopt;
         found.shape = at::infer_size(found.shape, index.sizes());
         ++next;
       }
@@ -171,7 +178,7 @@ std::optional<Strategies> index(const OpCall& call) {
   auto indexing = Indexing::of(call);
   if (!indexing) return std::nullopt;
   const Spec& x = call.tensors[0];
-  const bool one = indexing->dims.size() == 1;
+  const bool one = indexing->dims.size() == 1 && !indexing->has_scalars;
   for (const int64_t dim : indexing->dims) {
     if (!one) indexing->self[dim] = kUnsharded;
   }
@@ -197,7 +204,7 @@ std::optional<Strategies> index_put(const OpCall& call) {
   if (!indexing) return std::nullopt;
   const auto values = call.tensor("values");
   const Spec& x = call.tensors[0];
-  const bool one = indexing->dims.size() == 1, adds = call.flag("accumulate");
+  const bool one = indexing->dims.size() == 1 && !indexing->has_scalars, adds = call.flag("accumulate");
   for (const int64_t dim : indexing->dims) {
     if (!one) indexing->self[dim] = kUnsharded;
   }
@@ -218,6 +225,8 @@ std::optional<Strategies> index_put(const OpCall& call) {
   // A value that is the same for all indices would be added by each rank for those it has: that is right too.
   einsum.added = {0};
   einsum.contiguous = true;
+  if (values && x.dtype() == call.tensors[*values].dtype() && at::isFloatingType(x.dtype()))
+    einsum.linear = {{0, *values}};
   Strategies strategies{strategies_of(einsum), {{x.shape().vec()}}};
   if (one) strategies.localize = writes_local(indexing->dims[0], kWraps);
   return strategies;

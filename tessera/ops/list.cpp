@@ -14,8 +14,19 @@ namespace tessera::ops {
 namespace {
 
 /// One item of each list.
+Rule itemwise(Pointwise form) {
+  Rule rule = std::move(form);
+  rule.itemwise = true;
+  return rule;
+}
+
 Rule items(std::vector<Names> linear = {}, bool integers = false) {
-  Rule rule = Pointwise{.linear = std::move(linear), .integers = integers};
+  return itemwise(Pointwise{.linear = std::move(linear), .integers = integers});
+}
+
+/// Sums of powers of items.
+Rule powers() {
+  Rule rule = Norm{.order = "ord", .powers = true};
   rule.itemwise = true;
   return rule;
 }
@@ -97,10 +108,13 @@ std::vector<std::string> foreach (const std::vector<std::string>& names,
 Table list_rules() {
   constexpr bool kIntegers = true;
   return {
-      {foreach ({"add", "sub"}, {"List"}), items({{"self", "other"}}, kIntegers)},
+      {foreach ({"add", "sub"}, {"List"}),
+       itemwise(Pointwise{.linear = {{"self", "other"}}, .integers = true, .rises = {"self"}})},
       {foreach ({"mul"}, {"List"}), items({{"self"}, {"other"}}, kIntegers)},
       {foreach ({"mul", "div"}, {"Scalar", "ScalarList", "Tensor"}), items({{"self"}})},
-      {foreach ({"neg", "zero", "clone"}, {""}), items({{"self"}}, kIntegers)},
+      {foreach ({"zero", "clone"}, {""}), items({{"self"}}, kIntegers)},
+      {foreach ({"neg"}, {""}),
+       itemwise(Pointwise{.linear = {{"self"}}, .integers = true, .falls = {"self"}})},
       {foreach ({"lerp"}, {"Scalar", "ScalarList"}), items({{"self", "tensors1"}})},
       {foreach ({"addcmul"}, {"Scalar", "ScalarList", "Tensor"}),
        items({{"self", "tensor1"}, {"self", "tensor2"}})},
@@ -108,16 +122,22 @@ Table list_rules() {
       {foreach ({"add"}, {"Scalar", "ScalarList", "Tensor"}), items()},
       {foreach ({"sub"}, {"Scalar", "ScalarList"}), items()},
       {foreach ({"div", "lerp"}, {"List"}), items()},
-      {foreach ({"pow", "maximum", "minimum", "clamp_min", "clamp_max"}, {"List", "Scalar", "ScalarList"}),
-       items()},
+      {foreach ({"pow"}, {"List", "Scalar", "ScalarList"}), items()},
+      {foreach ({"maximum", "clamp_min"}, {"List", "Scalar", "ScalarList"}),
+       itemwise(Pointwise{.rises = {"self", "other"}, .joins = ReduceOp::max})},
+      {foreach ({"minimum", "clamp_max"}, {"List", "Scalar", "ScalarList"}),
+       itemwise(Pointwise{.rises = {"self", "other"}, .joins = ReduceOp::min})},
       {{"_foreach_pow.ScalarAndTensor", "_foreach_copy", "_foreach_copy_"}, items()},
-      {foreach (
-           {"abs",   "acos",    "asin", "atan",   "ceil", "cos",   "cosh",  "erf",  "erfc",       "exp",
-            "expm1", "floor",   "frac", "lgamma", "log",  "log10", "log1p", "log2", "reciprocal", "round",
-            "rsqrt", "sigmoid", "sign", "sin",    "sinh", "sqrt",  "tan",   "tanh", "trunc"},
-           {""}),
+      {foreach ({"abs", "acos", "asin", "cos", "cosh", "frac", "lgamma", "log", "log10", "log1p", "log2",
+                 "reciprocal", "rsqrt", "sign", "sin", "sqrt", "tan"},
+                {""}),
        items()},
+      {foreach ({"atan", "ceil", "erf", "exp", "expm1", "floor", "round", "sigmoid", "sinh", "tanh", "trunc"},
+                {""}),
+       itemwise(Pointwise{.rises = {"self"}})},
+      {foreach ({"erfc"}, {""}), itemwise(Pointwise{.falls = {"self"}})},
       {{"_foreach_norm.Scalar"}, norms()},
+      {{"_foreach_powsum.Scalar"}, powers()},
       {{"_amp_foreach_non_finite_check_and_unscale_"}, unscale()},
       {{"_amp_update_scale_"}, items()},
       {{"_fused_adam_", "_fused_adam_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_",

@@ -52,7 +52,11 @@ Localize by_region(Make make, std::function<bool(const Arguments&)> draws = {}) 
     local.compute = [make, draws, region = Region(chosen.outputs[0]), mesh = chosen.outputs[0].mesh()](
                         const c10::OperatorHandle& op, Stack stack) {
       const Arguments arguments(op, stack);
-      const bool has_any = !draws || draws(arguments);
+      // Nothing is drawn for tensors without memory, as on one device.
+      const auto device = arguments.optional<at::Device>("device");
+      const bool is_on_meta =
+          device ? device->is_meta() : stack[0].isTensor() && stack[0].toTensor().is_meta();
+      const bool has_any = !is_on_meta && (!draws || draws(arguments));
       return make(arguments, region, has_any ? random::next_draw(mesh, arguments.generator()) : Draw());
     };
     local.writes = true;

@@ -300,6 +300,7 @@ Table reduce_rules() {
       {{"any", "any.dim", "any.dims"}, Reduction{.partial = {Partial(ReduceOp::any)}, .except = {at::kByte}}},
       {{"all", "all.dim", "all.dims"}, Reduction{.partial = {Partial(ReduceOp::all)}, .except = {at::kByte}}},
       {{"linalg_vector_norm"}, Norm{"ord"}},
+      {{"linalg__powsum"}, Norm{.order = "ord", .powers = true}},
       {{"norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"}, Norm{"p"}},
       {{"var.correction"}, variance_form(variance<Variance::variance, false>, 1)},
       {{"std.correction"}, variance_form(variance<Variance::deviation, false>, 1)},

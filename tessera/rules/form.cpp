@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -67,6 +68,34 @@ std::vector<std::vector<size_t>> linear_tensors(const Pointwise& form, const OpC
   return sets;
 }
 
+/// Largest and smallest values that may be left to be found among the results.
+std::vector<Strategy> ordered_options(const Pointwise& form, const OpCall& call) {
+  const bool is_real = std::all_of(call.tensors.begin(), call.tensors.end(),
+                                   [](const Spec& spec) { return at::isFloatingType(spec.dtype()); });
+  std::vector<Strategy> options;
+  if (!is_real) return options;
+  const auto add = [&](const std::vector<size_t>& partial, ReduceOp from, ReduceOp to) {
+    Placements inputs(call.tensors.size(), Replicate());
+    for (const size_t i : partial) inputs[i] = Partial(from);
+    options.push_back({std::move(inputs), {Partial(to)}});
+  };
+  std::vector<size_t> rising;
+  for (const std::string& name : form.rises) {
+    const auto tensor = call.tensor(name);
+    if (!tensor) continue;
+    rising.push_back(*tensor);
+    for (const ReduceOp op : {ReduceOp::max, ReduceOp::min}) add({*tensor}, op, op);
+  }
+  if (form.joins && rising.size() > 1) add(rising, *form.joins, *form.joins);
+  for (const std::string& name : form.falls) {
+    const auto tensor = call.tensor(name);
+    if (!tensor) continue;
+    add({*tensor}, ReduceOp::max, ReduceOp::min);
+    add({*tensor}, ReduceOp::min, ReduceOp::max);
+  }
+  return options;
+}
+
 std::optional<Strategies> strategies_of(const Pointwise& form, const OpCall& call) {
   if (!returns_tensors(call)) return std::nullopt;
   Shape shape;
@@ -92,7 +121,9 @@ std::optional<Strategies> strategies_of(const Pointwise& form, const OpCall& cal
     result.strides = dense_strides(spec);
     break;
   }
-  return Strategies{strategies_of(einsum), std::vector<Result>(einsum.outputs.size(), result)};
+  Strategies strategies{strategies_of(einsum), std::vector<Result>(einsum.outputs.size(), result)};
+  std::ranges::move(ordered_options(form, call), std::back_inserter(strategies.options));
+  return strategies;
 }
 
 /// What the ranks may compute together, besides.
@@ -162,11 +193,11 @@ std::optional<Strategies> strategies_of(const Norm& form, const OpCall& call) {
   const auto reduced = ReducedDims::of(call, /*empty_is_all=*/false);
   if (!reduced || reduced->empty(spec)) return std::nullopt;
   const double p = call.has(form.order) ? call.value(form.order).toScalar().toDouble() : 2.0;
-  if (std::isnan(p)) return std::nullopt;
-  const Placement partial = p == kInfinity    ? Partial(ReduceOp::max)
-                            : p == -kInfinity ? Partial(ReduceOp::min)
-                            : p == 0          ? Partial(ReduceOp::sum)
-                                              : NormPartial(p);
+  if (std::isnan(p) || (form.powers && std::isinf(p))) return std::nullopt;
+  const Placement partial = form.powers || p == 0 || p == 1 ? Partial(ReduceOp::sum)
+                            : p == kInfinity                ? Partial(ReduceOp::max)
+                            : p == -kInfinity               ? Partial(ReduceOp::min)
+                                                            : NormPartial(p);
   const bool converts = call.position("dtype") && call.has("dtype");
   Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {reduced->letters}, .contracted = partial};
   if (converts) einsum.contracted = std::nullopt;
@@ -174,7 +205,7 @@ std::optional<Strategies> strategies_of(const Norm& form, const OpCall& call) {
   if (converts) return strategies;
   // A norm of norms.
   if (partial.is_partial(ReduceOp::norm)) strategies.options.push_back({{partial}, {partial}});
-  if (std::isinf(p) || p < 0)
+  if (!form.powers && (std::isinf(p) || p < 0))
     strategies.localize = neutral_if_empty(reduced->dims, {p > 0 ? 0.0 : kInfinity}, /*real=*/true);
   return strategies;
 }

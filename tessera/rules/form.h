@@ -53,6 +53,13 @@ struct Pointwise {
   bool integers = false;
   /// It is linear only among tensors of one dtype.
   bool same_dtype = false;
+  /// Arguments with which the result never falls, of floating numbers: P(max) of one stays P(max), and P(min) P(min),
+  /// while the others are replicated. NaN must give NaN.
+  Names rises = {};
+  /// The same of those with which it never rises: P(max) becomes P(min), and P(min) P(max).
+  Names falls = {};
+  /// It is the largest, or the smallest, of the arguments with which it rises: these may be partial so at once.
+  std::optional<ReduceOp> joins = {};
 };
 
 /// Dims as letters. The inputs are the tensor arguments of the operator, in order.
@@ -210,6 +217,8 @@ struct Reshape {};
 /// The p-norm over dims, as Reduction has them.
 struct Norm {
   std::string order;  // the argument that is p
+  /// No root is taken of the sum of the powers.
+  bool powers = false;
 };
 
 /// How dims of planes are sharded in a call.

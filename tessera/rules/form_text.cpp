@@ -53,6 +53,9 @@ std::string text_of(const Pointwise& form) {
   std::string result = "pointwise" + linear_text(form.linear) + keeps_text(form.keeps);
   if (form.integers) result += ", of integers too";
   if (form.same_dtype) result += ", among tensors of one dtype";
+  if (!form.rises.empty()) result += ", rises with " + listed(form.rises, "`");
+  if (!form.falls.empty()) result += ", falls with " + listed(form.falls, "`");
+  if (form.joins) result += c10::str(", joins ", Partial(*form.joins));
   return result;
 }
 
@@ -135,7 +138,9 @@ std::string text_of(const Reshape& /*form*/) {
 }
 
 std::string text_of(const Norm& form) {
-  return "`dim` reduced: P(norm `" + form.order + "`), or P(max), P(min), P(sum) if that is infinite or zero";
+  if (form.powers) return "`dim` reduced: P(sum)";
+  return "`dim` reduced: P(norm `" + form.order +
+         "`), or P(max), P(min), P(sum) if that is infinite, zero or one";
 }
 
 std::string text_of(const Planes& form) {

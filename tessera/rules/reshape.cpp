@@ -64,6 +64,18 @@ ShardOrder order_of(const Spec& spec) {
   return order;
 }
 
+/// The dim of size 1 of a view that stands where dim `dim`, of size 1, stands in the tensor; else the first of that size.
+std::optional<size_t> counterpart_of_one(c10::IntArrayRef from, size_t dim, const Shape& to) {
+  const Shape sizes = from.vec();
+  std::optional<size_t> found;
+  for (const size_t j : c10::irange(to.size())) {
+    if (to[j] != 1) continue;
+    if (product(to, 0, j) == product(sizes, 0, dim)) return j;
+    if (!found) found = j;
+  }
+  return found;
+}
+
 /// The placements under which each rank has the same elements of the view as of the tensor; nothing if there
 /// are none. A shard of a dim that is not the first of its run takes a part of each block of the joined dim.
 ///   [4, 6] S(1) as [24]: SS(0, 4)          [24] SS(0, 4) as [4, 6]: S(1)
@@ -79,8 +91,13 @@ std::optional<Placements> kept_shards(const Spec& spec, const Shape& to) {
     const auto dim = static_cast<size_t>(now.dim());
     const auto run = std::find_if(all.begin(), all.end(),
                                   [&](const Run& each) { return each.from <= dim && dim < each.from_end; });
-    if (run == all.end()) return std::nullopt;
     const int64_t split = now.is_strided_shard() ? now.split() : 1;
+    if (run == all.end()) {  // the first rank has all
+      const auto one = counterpart_of_one(spec.shape(), dim, to);
+      if (!one) return std::nullopt;
+      result[m] = shard_of(*one, split);
+      continue;
+    }
     if (run->is_one()) {
       result[m] = shard_of(run->to, split);
       continue;

@@ -3,6 +3,7 @@
 #include <tessera/comm/run.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/random/generator.h>
 #include <tessera/redistribute/plan_cache.h>
 
 #include <algorithm>
@@ -837,6 +838,39 @@ TEST(DTensorInPlace, IntoPlainTensors) {
       EXPECT_TRUE(at::equal(rows, at::zeros({6, 3}).index_add_(0, at::tensor({5, 0, 0, 3}), plain)))
           << placement;
     }
+  });
+}
+
+TEST(DTensorOnMeta, EachRankAllocatesItsShardLater) {
+  const at::Tensor expected = [] {
+    at::Tensor drawn;
+    run(1, [&] {
+      random::manual_seed(3);
+      drawn = randn({5, 4}, init_device_mesh(at::kCPU, {1}), {Replicate()}).full_tensor();
+    });
+    return drawn;
+  }();
+  run(4, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::TensorOptions meta = at::TensorOptions().device(at::kMeta);
+    for (const DTensor& x : {distribute_tensor(at::empty({5, 4}, meta).requires_grad_(), mesh, {Shard(0)}),
+                             distribute_tensor(at::empty({5, 4}, meta), mesh, {Shard(0)}, std::nullopt),
+                             empty({5, 4}, mesh, {Shard(0)}, meta), zeros({5, 4}, mesh, {Shard(0)}, meta),
+                             randn({5, 4}, mesh, {Shard(0)}, meta)}) {
+      EXPECT_TRUE(x.is_meta() && x.to_local().is_meta());
+      EXPECT_EQ(x.sizes(), at::IntArrayRef({5, 4}));
+      EXPECT_TRUE((x.mm(x.t()) * 2).is_meta());
+      random::manual_seed(3);
+      x.detach().normal_();  // draws nothing
+      const DTensor real(at::empty_like(x.detach(), at::TensorOptions().device(at::kCPU)));
+      EXPECT_EQ(real.placements(), x.placements());
+      EXPECT_EQ(real.to_local().sizes(), x.to_local().sizes());
+      real.normal_();
+      EXPECT_TRUE(at::equal(real.full_tensor(), expected));
+    }
+    const auto device = mesh.get_rank() == 0 ? at::kCPU : at::kMeta;
+    expect_error<std::exception>([&] { distribute_tensor(at::empty({4}, device), mesh, {Shard(0)}); },
+                                 {"on meta"});
   });
 }
 

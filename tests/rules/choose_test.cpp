@@ -309,7 +309,10 @@ TEST(Rules, AreOfOperatorsThatExist) {
   std::set<std::string> names;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
     names.insert(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
-  for (const auto& [op, rule] : all_rules()) EXPECT_THAT(names, Contains(op)) << rule->text();
+  for (const auto& [op, rule] : all_rules()) {
+    if (op.starts_with("prims::")) continue;  // Python defines them: test_validate.py
+    EXPECT_THAT(names, Contains(op)) << rule->text();
+  }
 }
 
 }  // namespace

@@ -214,6 +214,18 @@ void ShardedTensorImpl::agree_on_grad() {
   grad = agreed_grad_ = make_sharded_tensor(std::move(state));
 }
 
+void ShardedTensorImpl::become(ShardedTensorState state) {
+  agree();
+  Meta& own = meta();
+  own.grad_.reset();
+  own.grad_accumulator_.reset();
+  own.accumulators.clear();
+  agreed_grad_.reset();
+  watches_ = false;
+  state_ = std::move(state);
+  agree();
+}
+
 void ShardedTensorImpl::watch() {
   const std::vector<at::Tensor> locals = state_.local_tensors();
   if (watches_ || !locals[0].requires_grad()) return;

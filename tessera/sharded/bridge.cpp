@@ -1,4 +1,4 @@
-#include <tessera/comm/collectives.h>
+#include <tessera/comm/agreement.h>
 #include <tessera/error.h>
 #include <tessera/sharded/bridge.h>
 #include <tessera/sharded/init.h>
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -37,19 +38,15 @@ std::vector<ShardMetadata> boxes_at(const Spec& spec, c10::IntArrayRef coordinat
   return boxes;
 }
 
-/// This is not the first of the ranks that hold the same.
-bool is_replica(const Spec& spec, c10::IntArrayRef coordinate) {
-  for (const int64_t dim : c10::irange(spec.mesh().ndim())) {
-    if (spec.placement(dim).is_replicate() && coordinate[dim] != 0) return true;
-  }
-  return false;
-}
+/// The shards that `spec` asks for, and whether they are those of the tensor.
+struct Wanted {
+  std::vector<ShardMetadata> shards;
+  bool fits = true;
+};
 
-}  // namespace
-
-DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placements placements) {
-  log_call("sharded::to_dtensor", [&] { return tensor.metadata().str(); });
-  const Spec spec(mesh, placements, tensor.sizes(), std::nullopt, tensor.scalar_type());
+/// Throws unless `spec` gives each rank of the tensor's group one box at most.
+Wanted wanted_shards(const ShardedTensor& tensor, const Spec& spec) {
+  const DeviceMesh& mesh = spec.mesh();
   TESSERA_CHECK_VALUE(!spec.has_partial(), "to_dtensor: a sharded tensor cannot become a partial one, as ",
                       spec, "; give placements that shard it, and redistribute it.");
   for (const int64_t dim : c10::irange(mesh.ndim())) {
@@ -67,27 +64,55 @@ DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placemen
   for (const ShardMetadata& shard : tensor.metadata().shards_metadata) {
     if (shard.numel() > 0) by_rank[rank_of(shard.placement, tensor.process_group())].push_back(&shard);
   }
-  bool fits = true;
-  std::vector<ShardMetadata> wanted;
+  Wanted wanted;
   for (const c10::DimVector& coordinate : mesh.coordinates()) {
     const int64_t rank = mesh.rank_at(coordinate);
     auto boxes = boxes_at(spec, coordinate, at::Device(mesh.device_type()));
     TESSERA_CHECK_VALUE(boxes.size() <= 1, "to_dtensor: under ", spec, " rank ", rank, " has ", boxes.size(),
                         " boxes of the tensor; give placements that shard it, and redistribute it.");
     const auto& mine = by_rank[rank];
-    fits &= mine.size() == boxes.size();
-    if (fits && !boxes.empty())
-      fits = mine[0]->shard_offsets == boxes[0].shard_offsets && mine[0]->shard_sizes == boxes[0].shard_sizes;
-    std::move(boxes.begin(), boxes.end(), std::back_inserter(wanted));
+    wanted.fits &= mine.size() == boxes.size();
+    if (wanted.fits && !boxes.empty()) {
+      wanted.fits =
+          mine[0]->shard_offsets == boxes[0].shard_offsets && mine[0]->shard_sizes == boxes[0].shard_sizes;
+    }
+    std::move(boxes.begin(), boxes.end(), std::back_inserter(wanted.shards));
   }
+  return wanted;
+}
+
+/// This is not the first of the ranks that hold the same.
+bool is_replica(const Spec& spec, c10::IntArrayRef coordinate) {
+  for (const int64_t dim : c10::irange(spec.mesh().ndim())) {
+    if (spec.placement(dim).is_replicate() && coordinate[dim] != 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+DTensor to_dtensor(const ShardedTensor& tensor, const DeviceMesh& mesh, Placements placements) {
+  log_call("sharded::to_dtensor", [&] { return tensor.metadata().str(); });
+  std::optional<Spec> spec;
+  Wanted wanted;
+  const comm::Agreement agreement("to_dtensor", tensor.process_group().group(), [&] {
+    spec.emplace(mesh, placements, tensor.sizes(), std::nullopt, tensor.scalar_type());
+    wanted = wanted_shards(tensor, *spec);
+    return c10::str("from ", tensor.sharding_spec(), " to ", *spec, " on ranks ",
+                    c10::IntArrayRef(mesh.ranks()));
+  });
   ShardedTensor resharded = tensor;
-  if (!fits) resharded = tensor.reshard(EnumerableShardingSpec(std::move(wanted)));
+  if (wanted.fits) {
+    agreement.settle();
+  } else {
+    resharded = tensor.reshard(EnumerableShardingSpec(std::move(wanted.shards)));
+  }
   at::Tensor local;
   for (const at::Tensor& each :
        resharded.local_tensors()) {  // one at least: so all ranks take part in backward
     if (each.numel() > 0 || !local.defined()) local = each;
   }
-  local = local.reshape(spec.local_shape());
+  local = local.reshape(spec->local_shape());
   DTensor::FromLocalOptions options;
   options.shape = tensor.sizes().vec();
   return DTensor::from_local(local, mesh, std::move(placements), options);

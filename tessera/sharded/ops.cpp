@@ -121,6 +121,14 @@ Tensor reduced(const char* name, const Tensor& self, const Local& local, const R
   return reduce(all.to(at::kCPU).index_select(0, at::tensor(holders, at::kLong))).to(tensor.device());
 }
 
+/// Norms of norms, but for the number of elements that are not zero. In double, as one device has one sum.
+Tensor norm_of_all(const Tensor& self, const at::Scalar& p) {
+  const at::Scalar of_norms = p.toDouble() == 0 ? at::Scalar(1) : p;
+  return reduced(
+      "norm", self, [&](const Tensor& local) { return at::norm(local, p).to(at::kDouble); },
+      [&](const Tensor& norms) { return at::norm(norms, of_norms); });
+}
+
 Tensor moved(const Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Device> device,
              bool non_blocking, bool copy, Format format) {
   ShardedTensor::ToOptions options;
@@ -184,15 +192,17 @@ const bool registered = [] {
                     });
                   });
 
-  // --- reducing: what torch::nn::utils::clip_grad_norm_ needs
+  // --- reducing: what clip_grad_norm_ needs, of libtorch and of Python
   sharded_op_impl("aten::norm.Scalar", [](const Tensor& self, const at::Scalar& p) {
-    // Norms of norms, but for the number of elements that are not zero. In double, as one device has one sum.
-    const at::Scalar of_norms = p.toDouble() == 0 ? at::Scalar(1) : p;
-    return reduced(
-               "norm", self, [&](const Tensor& local) { return at::norm(local, p).to(at::kDouble); },
-               [&](const Tensor& norms) { return at::norm(norms, of_norms); })
-        .to(c10::toRealValueType(self.scalar_type()));
+    return norm_of_all(self, p).to(c10::toRealValueType(self.scalar_type()));
   });
+  sharded_op_impl(
+      "aten::linalg_vector_norm", [](const Tensor& self, const at::Scalar& p, at::OptionalIntArrayRef dim,
+                                     bool keepdim, std::optional<at::ScalarType> dtype) {
+        TESSERA_CHECK(!dim && !keepdim,
+                      "linalg_vector_norm of a sharded tensor is that of all elements: give no dim.");
+        return norm_of_all(self, p).to(dtype.value_or(c10::toRealValueType(self.scalar_type())));
+      });
   sharded_op_impl("aten::max", [](const Tensor& self) {
     auto max = [](const Tensor& values) { return at::max(values); };
     return reduced("max", self, max, max);

@@ -14,18 +14,36 @@
 /// other threads of this one.
 namespace tessera::sharded {
 
-/// While alive, makes tensors of this rank readable to others that know its id.
+/// While alive, makes tensors of this rank readable to others that know its id; and then to those that it was lent
+/// to, until all of them have given it back.
 class TESSERA_API Published {
  public:
-  explicit Published(std::vector<at::Tensor> tensors);
+  /// `over_rpc`: others are processes, so that nobody can read it any more when this one's RPC has ended.
+  Published(std::vector<at::Tensor> tensors, bool over_rpc);
   ~Published();
   Published(const Published&) = delete;
   Published& operator=(const Published&) = delete;
 
   /// No other of this process has or had it.
   int64_t id() const { return id_; }
+  /// To so many ranks, each of which makes a Borrowed of it.
+  void lend(int64_t borrowers) const;
 
  private:
+  int64_t id_;
+};
+
+/// While alive, keeps what another rank has lent to this one.
+class TESSERA_API Borrowed {
+ public:
+  Borrowed(int64_t owner, bool is_here, int64_t id) : owner_(owner), is_here_(is_here), id_(id) {}
+  ~Borrowed();
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+ private:
+  int64_t owner_;
+  bool is_here_;
   int64_t id_;
 };
 

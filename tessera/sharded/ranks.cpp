@@ -16,6 +16,7 @@ namespace tessera::sharded {
 
 Ranks::Ranks() = default;
 Ranks::Ranks(Group group) : group_(std::move(group)) {}
+Ranks::Ranks(Group group, std::vector<int64_t> ranks) : group_(std::move(group)), ranks_(std::move(ranks)) {}
 Ranks::Ranks(std::vector<int64_t> ranks) : ranks_(std::move(ranks)) {}
 Ranks::Ranks(std::initializer_list<int64_t> ranks) : ranks_(ranks) {}
 Ranks::Ranks(const Ranks&) = default;
@@ -27,6 +28,8 @@ Members::Members(const Ranks& ranks, c10::DeviceType device) : world_(current_wo
     group_ = ranks.group_;
     if (const auto known = world_->ranks_of(group_)) {
       ranks_ = *known;
+    } else if (ranks.ranks_) {
+      ranks_ = *ranks.ranks_;
     } else {
       const at::Tensor mine = at::full({1}, world_->rank(), at::kLong);
       const at::Tensor all = at::empty({group_->getSize()}, at::kLong);

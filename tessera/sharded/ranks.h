@@ -20,6 +20,8 @@ class TESSERA_API Ranks {
  public:
   Ranks();
   Ranks(Group group);
+  /// The same, where its global ranks are known: then they need not be exchanged.
+  Ranks(Group group, std::vector<int64_t> ranks);
   Ranks(std::vector<int64_t> ranks);
   Ranks(std::initializer_list<int64_t> ranks);
   Ranks(const Ranks&);

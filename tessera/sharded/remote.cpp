@@ -28,7 +28,7 @@ SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Mem
     tensors.push_back(shard.tensor);
     mine.shards.push_back(shard.metadata);
   }
-  result.mine = std::make_shared<const Published>(std::move(tensors));
+  result.mine = std::make_shared<const Published>(std::move(tensors), !is_threads);
   mine.id = result.mine->id();
   if (!is_threads) mine.error = rpc::why_not(*members.world());
 
@@ -38,12 +38,14 @@ SharedShards share_shards(const std::vector<LocalShard>& local_shards, const Mem
     const Offer offer = offer_from_bytes(offers[group_rank]);
     TESSERA_CHECK(offer.error.empty(), "init_rrefs: the ranks are processes, but on rank ", rank, " ",
                   offer.error, ".");
-    if (rank == members.rank()) continue;
+    if (rank == members.rank() || offer.shards.empty()) continue;
+    const auto borrowed = std::make_shared<const Borrowed>(rank, is_threads, offer.id);
     for (const size_t i : c10::irange(offer.shards.size())) {
       const PublishedTensor tensor{rank, is_threads, offer.id, static_cast<int64_t>(i)};
-      result.others[rank].emplace_back(tensor, offer.shards[i]);
+      result.others[rank].emplace_back(tensor, offer.shards[i], borrowed);
     }
   }
+  if (!local_shards.empty()) result.mine->lend(members.size() - 1);
   return result;
 }
 

@@ -67,6 +67,17 @@ ShardedTensor ShardedTensor::reshard(const ShardingSpec& spec) const {
   return assembled(std::move(target), spec, std::move(tensors), process_group_ptr(), init_rrefs());
 }
 
+const ShardedTensor& ShardedTensor::reshard_(const ShardingSpec& spec) const {
+  const ShardedTensor gradient = is_leaf() ? grad() : ShardedTensor();
+  const at::AutoGradMode grad_mode(at::GradMode::is_enabled() && !is_leaf());
+  const ShardedTensor resharded = reshard(spec);
+  if (resharded.is_same(*this)) return *this;
+  const ShardedTensor its_gradient = gradient.defined() ? gradient.reshard(spec) : ShardedTensor();
+  ShardedTensorImpl::of(*this)->become(ShardedTensorImpl::of(resharded)->state());
+  if (its_gradient.defined()) mutable_grad() = its_gradient;
+  return *this;
+}
+
 ShardedTensor ShardingSpec::shard(const at::Tensor& tensor, int64_t src_rank,
                                   const Ranks& process_group) const {
   const auto members = std::make_shared<const Members>(process_group, tensor.device().type());

@@ -231,6 +231,21 @@ const RemoteShards& ShardedTensor::remote_shards() const {
   return state.shared.others;
 }
 
+void ShardedTensor::set_local_tensor(int64_t index, at::Tensor tensor) const {
+  ShardedTensorState state = state_of(*this);
+  const auto count = static_cast<int64_t>(state.local_shards.size());
+  TESSERA_CHECK_INDEX(index >= 0 && index < count, "set_local_tensor: rank ", process_group().rank(), " has ",
+                      count, " shards of this tensor, and none of index ", index, ".");
+  TESSERA_CHECK(!state.init_rrefs,
+                "set_local_tensor: other ranks can read the shards of a tensor that was made with "
+                "init_rrefs; copy_ into the local tensor instead.");
+  TESSERA_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == scalar_type() && tensor.is_contiguous(),
+                      "set_local_tensor: expected a contiguous tensor of ", scalar_type(), ", got ",
+                      tensor.defined() ? c10::str(tensor.scalar_type(), tensor.sizes()) : "none", ".");
+  state.local_shards[index] = LocalShard(std::move(tensor), std::move(state.local_shards[index].metadata));
+  ShardedTensorImpl::of(*this)->become(std::move(state));
+}
+
 bool ShardedTensor::is_pinned() const { return metadata().tensor_properties.pin_memory; }
 
 ShardedTensor ShardedTensor::pin_memory() const {

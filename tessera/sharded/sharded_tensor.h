@@ -84,6 +84,13 @@ class TESSERA_API ShardedTensor : public at::Tensor {
   /// that changes its rank is sent once; memory is needed for the result and what is under way.
   /// Differentiable. Itself if the spec is the same.
   ShardedTensor reshard(const ShardingSpec& spec) const;
+  /// The same, but this tensor itself is sharded so from now on, as PyTorch's reshard does. Its local tensors
+  /// are new ones. A leaf stays a leaf, with its gradient: autograd does not see the change. Any other tensor
+  /// has the history that `reshard` would give it. Collective.
+  const ShardedTensor& reshard_(const ShardingSpec& spec) const;
+  /// Makes a tensor of the same size, dtype and device the one of the `index`-th local shard. Throws if other
+  /// ranks can read the shards (`init_rrefs`).
+  void set_local_tensor(int64_t index, at::Tensor tensor) const;
 
   struct ToOptions {
     std::optional<at::Device> device = {};

@@ -47,6 +47,9 @@ class TESSERA_API ShardedTensorImpl final : public c10::TensorImpl {
   /// After the sharded tensor and its local tensors have been synchronized.
   const ShardedTensorState& state();
 
+  /// Another tiling or other local tensors of a tensor of this size, dtype and device. The gradient is forgotten.
+  void become(ShardedTensorState state);
+
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
                                                          bool allow_tensor_metadata_change) const override;
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version_counter,

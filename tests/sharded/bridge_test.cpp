@@ -144,5 +144,22 @@ TEST(Bridge, Errors) {
   });
 }
 
+TEST(Bridge, WhatOneRankAsksForReachesAll) {
+  on_ranks(2, [](int64_t rank) {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const ShardedTensor tensor = shard_tensor(global_tensor({4, 2}), chunks(0, {0, 1}));
+    // Beside a rank that would move data, and beside one that would not.
+    for (const int32_t dim : {1, 0}) {
+      auto placed = [&](const Placement& other) {
+        return Placements{rank == 1 ? other : Placement(tessera::Shard(dim))};
+      };
+      expect_error<c10::ValueError>([&] { to_dtensor(tensor, mesh, placed(Replicate())); }, {"replicated"});
+      expect_error<c10::ValueError>([&] { to_dtensor(tensor, mesh, placed(tessera::Shard(1 - dim))); },
+                                    {"to_dtensor", "rank 0", "rank 1"});
+    }
+    EXPECT_TRUE(at::equal(to_dtensor(tensor).full_tensor(), global_tensor({4, 2})));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::sharded

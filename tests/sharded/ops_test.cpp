@@ -271,6 +271,7 @@ TEST(ShardedOps, Reductions) {
         for (const double p : {2.0, 1.0, 3.0, 0.0, -1.0, inf, -inf}) {
           const at::Tensor norm = tensor.norm(p), expected = global.norm(p);
           EXPECT_EQ(norm.scalar_type(), expected.scalar_type());
+          EXPECT_TRUE(at::equal(at::linalg_vector_norm(tensor, p), norm));
           EXPECT_TRUE(at::allclose(norm, expected, 1e-2)) << p << norm << expected;
         }
         if (dtype == at::kComplexFloat) continue;

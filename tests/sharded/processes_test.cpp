@@ -1,6 +1,7 @@
 // Sharded tensors on ranks that are processes, over gloo: a sample of what the other tests do with threads.
 
 #include <tessera/comm/run.h>
+#include <tessera/sharded/bridge.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/shard_tensor.h>
 
@@ -49,6 +50,11 @@ RANK_BODY(sample) {
               {8, 4});
         },
         {"none has element [2, 3]"});
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const ShardedTensor rows_of_eight = shard_tensor(global_tensor({8, 4}), chunks(0, {0, 1, 2, 3}));
+    const Placement other = rank == 2 ? Placement(Replicate()) : Placement(tessera::Shard(1));
+    expect_error<c10::ValueError>([&] { to_dtensor(rows_of_eight, mesh, {other}); }, {"replicated"});
+    EXPECT_TRUE(at::equal(to_dtensor(rows_of_eight).full_tensor(), global_tensor({8, 4})));
     // Lookups and their gradients.
     const at::Tensor table = global_tensor({9, 4}) / 10;
     const ShardedTensor weight = shard_tensor(table.clone().requires_grad_(), grid_spec({9, 4}, 4));

@@ -721,6 +721,53 @@ TEST(ShardedTensorReshard, IsDifferentiableWhereARankHoldsNothing) {
   });
 }
 
+TEST(ShardedTensorReshard, ChangesATensorItself) {
+  on_ranks(4, [](int64_t) {
+    const at::Tensor global = global_tensor({7, 5});
+    // A leaf stays one, with its gradient.
+    const ShardedTensor leaf = shard_tensor(global.clone().requires_grad_(), chunks(0, {0, 1, 2, 3}));
+    for (const at::Tensor& local : leaf.local_tensors()) (local * 3).sum().backward();
+    const at::Tensor handle = leaf;
+    EXPECT_TRUE(leaf.reshard_(irregular_spec()).is_same(handle));
+    expect_parts(leaf, global);
+    EXPECT_TRUE(leaf.is_leaf() && leaf.requires_grad() && leaf.sharding_spec() == irregular_spec());
+    expect_parts(leaf.grad(), at::full({7, 5}, 3.f));
+    for (const at::Tensor& local : leaf.local_tensors()) {
+      EXPECT_TRUE(local.is_leaf() && local.requires_grad());
+      (local * 2).sum().backward();
+    }
+    expect_parts(leaf.grad(), at::full({7, 5}, 5.f));
+    // Any other tensor keeps its history.
+    const ShardedTensor source = shard_tensor(global.clone().requires_grad_(), chunks(0, {0, 1, 2, 3}));
+    const ShardedTensor doubled(source * 2);
+    doubled.reshard_(chunks(1, {1, 2}));
+    expect_parts(doubled, global * 2);
+    at::Tensor loss = at::zeros({});
+    for (const at::Tensor& local : doubled.local_tensors()) loss = loss + local.sum();
+    loss.backward();
+    expect_parts(source.grad(), at::full({7, 5}, 2.f));
+    EXPECT_TRUE(doubled.reshard_(chunks(1, {1, 2})).is_same(doubled));
+  });
+}
+
+TEST(ShardedTensorReshard, LocalTensorsCanBeReplaced) {
+  on_ranks(2, [](int64_t rank) {
+    const ShardedTensor tensor = ones(chunks(0, {0, 1}), {4, 2}, {.requires_grad = true});
+    const at::Tensor other = at::full({2, 2}, 7.f).requires_grad_();
+    tensor.set_local_tensor(0, other);
+    EXPECT_TRUE(tensor.local_tensor().is_same(other) && tensor.requires_grad());
+    (other * 3).sum().backward();
+    EXPECT_TRUE(at::equal(tensor.grad().local_tensor(), at::full({2, 2}, 3.f)));
+    const at::Tensor gathered = tensor.gather(0);
+    if (rank == 0) EXPECT_TRUE(at::equal(gathered, at::full({4, 2}, 7.f)));
+    expect_error<c10::IndexError>([&] { tensor.set_local_tensor(1, other); }, {"1 shards", "index 1"});
+    expect_error<c10::ValueError>([&] { tensor.set_local_tensor(0, at::ones({2, 2}, at::kInt)); }, {"Int"});
+    expect_error<c10::ValueError>([&] { tensor.set_local_tensor(0, at::ones({2, 3})); }, {"[2, 3]"});
+    const ShardedTensor shared = ones(chunks(0, {0, 1}), {4, 2}, {.init_rrefs = true});
+    expect_error<c10::Error>([&] { shared.set_local_tensor(0, other.detach()); }, {"init_rrefs"});
+  });
+}
+
 TEST(ShardedTensorReshard, Errors) {
   on_ranks(2, [](int64_t) {
     const ShardedTensor tensor = zeros(chunks(0, {0, 1}), {4, 4});

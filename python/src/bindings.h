@@ -15,10 +15,13 @@ void bind_placements(py::module_& module);
 void bind_worlds(py::module_& module);
 void bind_meshes(py::module_& module);
 void bind_dtensors(py::module_& module);
+void bind_functional(py::module_& module);
 void bind_parallel(py::module_& module);
 void bind_rules(py::module_& module);
 void bind_random(py::module_& module);
 void bind_checkpoint(py::module_& module);
+void bind_sharded(py::module_& module);
+void bind_debug(py::module_& module);
 
 /// A placement of ours, or one of torch.distributed.tensor.
 Placement to_placement(py::handle object);

@@ -180,11 +180,6 @@ void bind_dtensors(py::module_& module) {
       },
       py::arg("local"), py::arg("mesh"), py::arg("text"));
   module.def(
-      "check_no_partial",
-      [](const at::Tensor& tensor, const std::string& what) { check_no_partial({tensor}, what); },
-      py::arg("tensor"), py::arg("what"));
-
-  module.def(
       "empty",
       [](const std::vector<int64_t>& size, const DeviceMesh& mesh, py::handle placements,
          std::optional<at::ScalarType> dtype, at::Layout layout, bool requires_grad) -> at::Tensor {

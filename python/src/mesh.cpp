@@ -35,10 +35,17 @@ at::Tensor to_ranks(py::handle object) {
       .cast<at::Tensor>();
 }
 
+/// Groups are made at their first use, whatever `_init_backend` says.
 DeviceMesh make_mesh(const std::string& device_type, py::handle ranks,
-                     const std::optional<std::vector<std::string>>& names) {
+                     const std::optional<std::vector<std::string>>& names, bool) {
   ensure_world();
   return DeviceMesh(to_device_type(device_type), to_ranks(ranks), to_names(names));
+}
+
+std::vector<Group> to_groups(py::handle objects) {
+  std::vector<Group> groups;
+  for (const py::handle each : objects) groups.push_back(to_group(each));
+  return groups;
 }
 
 DeviceMesh mesh_from_group(py::handle group, const std::string& device_type, py::handle ranks,
@@ -49,6 +56,11 @@ DeviceMesh mesh_from_group(py::handle group, const std::string& device_type, py:
     std::vector<int64_t> members;
     if (!ranks.is_none()) {
       const at::Tensor given = to_ranks(ranks).to(at::kLong).contiguous();
+      TESSERA_CHECK_VALUE(given.dim() == 1, "Invalid mesh ",
+                          py::repr(py::cast(given).attr("tolist")()).cast<std::string>(),
+                          " for ProcessGroup with ranks ",
+                          py::repr(py::cast(given).attr("flatten")().attr("tolist")()).cast<std::string>(),
+                          ": a mesh of one group has one dim.");
       members.assign(given.const_data_ptr<int64_t>(), given.const_data_ptr<int64_t>() + given.numel());
     } else if (!current_world()->is_threads()) {
       members = py::module_::import("torch.distributed")
@@ -57,14 +69,18 @@ DeviceMesh mesh_from_group(py::handle group, const std::string& device_type, py:
     }
     return DeviceMesh::from_group(to_group(group), device, members, to_names(names));
   }
-  std::vector<Group> groups;
-  for (const py::handle each : group) groups.push_back(to_group(each));
+  const std::vector<Group> groups = to_groups(group);
   if (ranks.is_none() && groups.size() == 1) {
     return mesh_from_group(py::reinterpret_borrow<py::sequence>(group)[0], device_type, ranks, names);
   }
   TESSERA_CHECK_VALUE(!ranks.is_none(), "DeviceMesh.from_group: with ", groups.size(),
                       " groups, `mesh` must give the ranks, with one dim for each group.");
-  return DeviceMesh::from_groups(groups, device, to_ranks(ranks), to_names(names));
+  const at::Tensor given = to_ranks(ranks);
+  TESSERA_CHECK_VALUE(given.dim() == static_cast<int64_t>(groups.size()),
+                      "Expects mesh with ndim equal to number of ProcessGroups but got mesh ",
+                      py::repr(py::cast(given).attr("tolist")()).cast<std::string>(), " and ", groups.size(),
+                      " ProcessGroups.");
+  return DeviceMesh::from_groups(groups, device, given, to_names(names));
 }
 
 py::tuple to_tuple(at::IntArrayRef values) {
@@ -73,9 +89,18 @@ py::tuple to_tuple(at::IntArrayRef values) {
   return result;
 }
 
+/// Errors are torch's: a RuntimeError if the mesh has no names, else a KeyError.
 DeviceMesh slice(const DeviceMesh& mesh, py::handle names) {
-  if (py::isinstance<py::str>(names)) return mesh[names.cast<std::string>()];
-  return mesh[names.cast<Names>()];
+  TESSERA_CHECK(!mesh.mesh_dim_names().empty(),
+                "Cannot slice a DeviceMesh without mesh_dim_names! Give names to the dims of ", mesh,
+                " where it is made.");
+  try {
+    if (py::isinstance<py::str>(names)) return mesh[names.cast<std::string>()];
+    return mesh[names.cast<Names>()];
+  } catch (const c10::ValueError& error) {
+    throw py::key_error(c10::str("Invalid mesh_dim_names ", py::repr(names).cast<std::string>(), ": ",
+                                 error.what_without_backtrace()));
+  }
 }
 
 /// The scopes of `with mesh:` on this thread, innermost last.
@@ -106,7 +131,6 @@ py::object from_group(const Group& group) {
 }
 
 void bind_meshes(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<DeviceMesh>(
       module, "DeviceMesh",
       R"doc(An n-d array of ranks, seen from one of them: the stage on which tensors are distributed.
@@ -117,7 +141,7 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
     mesh = tessera.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     mesh["tp"]            # the part of the mesh along tp that this rank is in)doc")
       .def(py::init(&make_mesh), py::arg("device_type"), py::arg("mesh"), py::kw_only(),
-           py::arg("mesh_dim_names") = py::none())
+           py::arg("mesh_dim_names") = py::none(), py::arg("_init_backend") = true)
       .def_static("from_group", &mesh_from_group, py::arg("group"), py::arg("device_type"),
                   py::arg("mesh") = py::none(), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
                   "The mesh over the ranks of a group of torch.distributed, or of one group for each dim.")
@@ -130,7 +154,9 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
       .def_property_readonly(
           "shape", [](const DeviceMesh& self) { return to_tuple(self.shape()); },
           "How many ranks each dim has.")
-      .def_property_readonly("mesh", &DeviceMesh::mesh, "The ranks, as an integer tensor.")
+      .def_property_readonly(
+          "mesh", [](const DeviceMesh& self) { return self.mesh().to(at::kInt); },
+          "The ranks, as an int32 tensor.")
       .def_property_readonly(
           "mesh_dim_names",
           [](const DeviceMesh& self) -> py::object {
@@ -149,6 +175,9 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
       .def(
           "get_local_rank",
           [](const DeviceMesh& self, py::handle dim) {
+            TESSERA_CHECK(!dim.is_none() || self.ndim() == 1,
+                          "Optional kwarg `mesh_dim` needs to be specified when device_mesh.ndim > 1: ", self,
+                          " has ", self.ndim(), " dims.");
             return self.get_local_rank(to_optional_mesh_dim(dim));
           },
           py::arg("mesh_dim") = py::none(),
@@ -188,24 +217,41 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
           "One group for each dim.")
       .def("__getitem__", &slice, py::arg("mesh_dim_names"),
            "The part of the mesh along some dims that this rank is in.")
+      .def(
+          "_get_mesh_dim_by_name",
+          [](const DeviceMesh& self, const std::string& name) { return self.dim_index(name); },
+          py::arg("mesh_dim_name"), "The position of a dim.")
       .def("_get_root_mesh", &DeviceMesh::root, "The mesh that this one is a slice of.")
       .def(
           "_get_all_submeshes",
           [](const DeviceMesh& self, py::handle dim) { return self.submeshes(to_mesh_dim(dim)); },
           py::arg("mesh_dim_name"), "All slices of the mesh along one of its dims.")
+      .def_property_readonly("_flatten_mapping", &DeviceMesh::flattened,
+                             "The dims that _flatten made of dims of this mesh, by name.")
       .def("_is_current_rank_part_of_mesh", &DeviceMesh::is_member, "Whether this rank is in the mesh.")
       .def(
           "_flatten",
-          [](const DeviceMesh& self, const std::optional<std::string>& name) {
-            return self.flatten(name.value_or(""));
+          [](const DeviceMesh& self, const std::optional<std::string>& name, py::handle override) {
+            if (override.is_none()) return self.flatten(name.value_or(""));
+            const auto make = py::module_::import("tessera._mesh").attr("override_flat_group");
+            return self.flatten(
+                name.value_or(""),
+                to_group(make(self, self.flatten(name.value_or("")).mesh_dim_names()[0], override)));
           },
-          py::arg("mesh_dim_name") = py::none(), "All dims as one.", Release())
+          py::arg("mesh_dim_name") = py::none(), py::arg("backend_override") = py::none(),
+          "All dims as one; ``backend_override``: the backend of its group, as that of init_device_mesh.")
       .def(
           "_unflatten",
-          [](const DeviceMesh& self, py::handle dim, const std::vector<int64_t>& sizes, const Names& names) {
-            return self.unflatten(to_mesh_dim(dim), sizes, names);
+          [](const DeviceMesh& self, py::handle dim, const std::vector<int64_t>& sizes, const Names& names,
+             py::handle overrides) {
+            DeviceMesh result = self.unflatten(to_mesh_dim(dim), sizes, names);
+            if (overrides.is_none()) return result;
+            const auto make = py::module_::import("tessera._mesh").attr("override_groups");
+            const py::list groups = make(result, overrides, self.dim_index(to_mesh_dim(dim)), sizes.size());
+            return self.unflatten(to_mesh_dim(dim), sizes, names, to_groups(groups));
           },
-          py::arg("dim"), py::arg("mesh_sizes"), py::arg("mesh_dim_names"), "One dim as several.")
+          py::arg("dim"), py::arg("mesh_sizes"), py::arg("mesh_dim_names"),
+          py::arg("backend_override") = py::none(), "One dim as several.")
       .def("__enter__",
            [](const DeviceMesh& self) {
              scopes().push_back(std::make_unique<MeshScope>(self));
@@ -235,13 +281,7 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
         ensure_world();
         return init_device_mesh(to_device_type(device_type), shape, to_names(names));
       },
-      py::arg("device_type"), py::arg("mesh_shape"), py::kw_only(), py::arg("mesh_dim_names") = py::none(),
-      R"doc(A mesh over ranks 0, 1, ... of the world, row-major.
-
-    mesh = tessera.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-
-The ranks are those of ``tessera.run``, else of ``torch.distributed``, which is initialised if a launcher such as torchrun
-started this process.)doc");
+      py::arg("device_type"), py::arg("mesh_shape"), py::kw_only(), py::arg("mesh_dim_names") = py::none());
   module.def("current_mesh", &current_mesh,
              "The mesh of the innermost ``with mesh:`` of this thread; an error if there is none.");
 }

@@ -55,8 +55,11 @@ PYBIND11_MODULE(_C, module) {
   bind_worlds(module);
   bind_meshes(module);
   bind_dtensors(module);
+  bind_functional(module);
   bind_parallel(module);
   bind_rules(module);
   bind_random(module);
   bind_checkpoint(module);
+  bind_sharded(module);
+  bind_debug(module);
 }

@@ -1,6 +1,9 @@
 #include <tessera/error.h>
+#include <tessera/placement/layout.h>
 #include <tessera/placement/placement.h>
 #include <tessera/placement/text.h>
+
+#include <c10/util/strides.h>
 
 #include "bindings.h"
 
@@ -23,7 +26,7 @@ struct PartialObject : Placement {
 };
 
 PartialObject make_partial(const std::string& name) {
-  const auto op = reduce_op(name);
+  const auto op = reduce_op(name == "prod" ? "product" : name);
   TESSERA_CHECK_VALUE(op && *op != ReduceOp::norm, "Partial: there is no reduction '", name,
                       "'. Known: sum, avg, product, min, max, any, all; and _NormPartial(p) for norms.");
   return PartialObject(Partial(*op));
@@ -105,6 +108,28 @@ void bind_placements(py::module_& module) {
       "parse_placement", [](const std::string& text) { return from_placement(parse_placement(text)); },
       py::arg("text"), R"doc(The placement that ``str`` wrote: ``parse_placement("S(0)") == Shard(0)``.)doc");
 
+  module.def(
+      "parse_layout",
+      [](const std::string& text) {
+        const Layout layout = parse_layout(text);
+        TESSERA_CHECK_VALUE(layout.shape, "A layout of a tensor has a shape, but there is none in \"", text,
+                            "\".");
+        const c10::DimVector strides = layout.strides.value_or(c10::contiguous_strides(*layout.shape));
+        return py::make_tuple(from_placements(layout.placements), c10::IntArrayRef(*layout.shape).vec(),
+                              c10::IntArrayRef(strides).vec());
+      },
+      py::arg("text"), "The placements, the shape and the strides in the text of a spec.");
+  module.def(
+      "local_shape_and_global_offset",
+      [](const std::vector<int64_t>& shape, const std::vector<int64_t>& mesh_shape, py::handle placements,
+         const std::vector<int64_t>& coordinate) {
+        const LocalBox box = local_shape_and_global_offset(
+            shape, mesh_shape, to_placements(placements, "local_shape_and_global_offset"), {}, coordinate);
+        return std::make_pair(std::vector<int64_t>(box.shape.begin(), box.shape.end()),
+                              std::vector<int64_t>(box.offset.begin(), box.offset.end()));
+      },
+      py::arg("shape"), py::arg("mesh_shape"), py::arg("placements"), py::arg("coordinate"));
+
   py::class_<Placement>(module, "Placement",
                         R"doc(What the ranks along one mesh dim hold of a tensor: Shard, Replicate or Partial.
 
@@ -112,9 +137,10 @@ A small immutable value that can be compared, hashed and pickled.)doc")
       .def(
           "is_shard",
           [](const Placement& self, std::optional<int64_t> dim) {
-            return dim ? self.is_shard_like(*dim) : self.is_shard_like();
+            return dim ? self.is_shard(*dim) : self.is_shard();
           },
-          py::arg("dim") = py::none(), "Whether it shards a tensor dim (that one, if given).")
+          py::arg("dim") = py::none(),
+          "Whether it is a Shard (of that dim, if given). A _StridedShard is none, as in torch.")
       .def("is_replicate", &Placement::is_replicate, "Whether every rank has the full tensor.")
       .def(
           "is_partial",

@@ -116,13 +116,17 @@ py::list run_ranks(int64_t world_size, const py::object& function, const py::tup
   return results;
 }
 
-/// Makes the world of this process that of torch.distributed, by its default group and store.
-void adopt_process_group(int64_t rank, int64_t size, const py::object& store, double timeout) {
+/// Makes the world of this process that of torch.distributed, by its default group and store. The latter is None if the
+/// backend is "fake", whose ranks are not there.
+void adopt_process_group(int64_t rank, int64_t size, const py::object& store, double timeout,
+                         const std::string& backend) {
   WorldOptions options;
   options.rank = rank;
   options.size = size;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
-  options.store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(store.cast<c10d::Store*>());
+  options.backend = backend;
+  if (!store.is_none())
+    options.store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(store.cast<c10d::Store*>());
   options.existing_group = [](c10::IntArrayRef ranks, c10::DeviceType) {
     const py::gil_scoped_acquire acquire;
     return to_group(py::module_::import("tessera._world").attr("group_of")(ranks.vec()));
@@ -140,7 +144,7 @@ void bind_worlds(py::module_& module) {
   module.def("run_ranks", &run_ranks, py::arg("world_size"), py::arg("function"), py::arg("args"),
              py::arg("timeout"), py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
-             py::arg("timeout"));
+             py::arg("timeout"), py::arg("backend"));
   module.def("forget_process_group", [] {
     const py::gil_scoped_release release;
     destroy_process_group();

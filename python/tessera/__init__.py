@@ -20,7 +20,18 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # its libraries must be loaded before ours
 
-from tessera import _composites, _patches, checkpoint, experimental, parallel, random
+from tessera import (
+    _clip,
+    _composites,
+    _patches,
+    _utils,
+    checkpoint,
+    debug,
+    experimental,
+    parallel,
+    random,
+    sharded,
+)
 from tessera._api import DTensor, distribute_tensor, empty, full, ones, rand, randn, zeros
 from tessera._bridge import from_torch, to_torch
 from tessera._C import (
@@ -33,10 +44,11 @@ from tessera._C import (
     _StridedShard,
     get_rank,
     get_world_size,
-    init_device_mesh,
 )
 from tessera._guards import ExplicitRedistributionContext, implicit_communication
+from tessera._mesh import init_device_mesh
 from tessera._module import distribute_module
+from tessera._utils import compute_local_shape_and_global_offset
 from tessera._world import run
 from tessera.random import manual_seed
 
@@ -49,6 +61,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "checkpoint",
+    "debug",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -66,10 +79,13 @@ __all__ = [
     "randn",
     "random",
     "run",
+    "sharded",
     "to_torch",
     "zeros",
 ]
 
+_clip.install()
 _composites.install()
 random.install()
 _patches.install()
+_utils.install()

@@ -1,11 +1,12 @@
 """DTensor, and the functions that make one."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tessera import _C, _functorch, _planner
+from tessera import _C, _dtensor_spec, _functional, _functorch, _planner
 from tessera._C import DeviceMesh, Placement, Replicate
 
 Placements = Sequence[Placement]
@@ -31,6 +32,13 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "DTensor":
+        """As torch's libraries call it: ``DTensor(local_tensor, spec, requires_grad=...)`` with a ``_spec``."""
+        if len(args) == 2 and hasattr(args[1], "tensor_meta") and kwargs.keys() <= {"requires_grad"}:
+            local, spec = args
+            made = _C.from_local(
+                local.detach(), spec.mesh, spec.placements, False, spec.shape, spec.stride, None
+            )
+            return made.requires_grad_(kwargs.get("requires_grad", False))  # type: ignore[return-value]
         raise TypeError(
             "A DTensor is not made by its class: use tessera.distribute_tensor for a tensor that should be sharded, or "
             "tessera.DTensor.from_local for what the ranks hold already."
@@ -55,19 +63,21 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         the global ones; by default every rank holds as much as this one. ``grad_placements``: how the gradient that goes back
         to ``local_tensor`` is placed.
         """
-        if (
-            not isinstance(local_tensor, torch.Tensor)
-            or _C.is_dtensor(local_tensor)
-            or _functorch.wraps_dtensor(local_tensor)
-        ):
+        if not isinstance(local_tensor, torch.Tensor) or _is_of_torch(local_tensor):
             raise TypeError(
                 f"from_local: expected the plain torch.Tensor that this rank holds, got {_kind(local_tensor)}."
+            )
+        if _C.is_dtensor(local_tensor) or _functorch.wraps_dtensor(local_tensor):
+            raise RuntimeError(
+                f"from_local: the local_tensor argument only accepts torch.Tensor that this rank holds, got {_kind(local_tensor)}."
             )
         mesh = _mesh(device_mesh)
         placed = _placements(placements, mesh)
         if stride is not None and shape is None:
             raise ValueError("from_local: stride was given, but shape was not; give both.")
-        return _functorch.from_local(local_tensor, mesh, placed, run_check, shape, stride, grad_placements)
+        return _functorch.from_local(
+            _functional.waited(local_tensor), mesh, placed, run_check, shape, stride, grad_placements
+        )
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -84,12 +94,21 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         """What this rank holds, aside from autograd."""
         return _C.local_tensor(self)
 
+    @property
+    def _spec(self) -> _dtensor_spec.DTensorSpec:
+        """What it is: its mesh, placements, and the global shape, strides and dtype."""
+        return _dtensor_spec.spec_of(self)
+
     def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """What this rank holds; shares its memory. Differentiable.
 
-        ``grad_placements``: how the gradient that comes back is placed; by default as the tensor, with Partial as Replicate.
+        ``grad_placements``: how the gradient that comes back is placed; by default as the tensor, with Partial as Replicate. That of a
+        parameter counts as one.
         """
-        return _functorch.to_local(self, grad_placements)
+        local = _functorch.to_local(self, grad_placements)
+        if isinstance(self, torch.nn.Parameter):
+            local._is_param = True
+        return local
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The global tensor, on every rank of the mesh. All of them must call it. Differentiable."""
@@ -121,24 +140,39 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
 
     def _raise_if_contains_partial_placements(self) -> None:
         """An error if the tensor has yet to be reduced on some mesh dim."""
-        _C.check_no_partial(self, "this")
+        if any(placement.is_partial() for placement in _C.placements(self)):
+            raise ValueError(
+                "Any checkpointing related operations are not supported for distributed tensors that have yet to be reduced, as "
+                f"this one, placed {_C.placements(self)}. Redistribute it first."
+            )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What ``torch.distributed.checkpoint.save`` writes of it on this rank."""
+        self._raise_if_contains_partial_placements()
         return _planner.write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
         """What ``torch.distributed.checkpoint.load`` reads of it on this rank."""
+        self._raise_if_contains_partial_placements()
         return _planner.chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """This rank's memory of one of its chunks."""
+        self._raise_if_contains_partial_placements()
         return _planner.shard(self, index)
+
+
+def _is_of_torch(value: object) -> bool:
+    """Whether it is a DTensor of torch.distributed.tensor."""
+    api = sys.modules.get("torch.distributed.tensor._api")
+    return api is not None and isinstance(value, api.DTensor)
 
 
 def _kind(value: object) -> str:
     if _C.is_dtensor(value) or _functorch.wraps_dtensor(value):
         return "one that is distributed already"
+    if _is_of_torch(value):
+        return "one of torch.distributed.tensor; convert it with tessera.from_torch"
     return f"{type(value).__name__}"
 
 
@@ -166,25 +200,29 @@ def distribute_tensor(
     """``tensor`` as a distributed one: each rank gets its part of what rank ``src_data_rank`` of the mesh has.
 
     With ``src_data_rank=None`` each rank takes its part of what it has itself, without communication. The result is a leaf;
-    ``requires_grad`` is kept. A tensor that is distributed already must be on that mesh and placed so.
+    ``requires_grad`` is kept. A tensor that is distributed already must be on that mesh and placed so. One on meta stays there.
     """
     mesh = _mesh(device_mesh)
     placed = _placements(placements, mesh)
+    if len(placed) != mesh.ndim:
+        raise ValueError(
+            f"distribute_tensor: placements must have the same length as the mesh has dims, {mesh.ndim}, but there are {len(placed)}: {tuple(placed)}."
+        )
     if _C.is_dtensor(tensor):
         if _C.device_mesh(tensor) != mesh:
             raise ValueError(
-                f"distribute_tensor: the tensor is distributed on {_C.device_mesh(tensor)} already, which is not {mesh}."
+                f"distribute_tensor: the tensor is distributed on {_C.device_mesh(tensor)} already, and cannot be distributed to a different device mesh, {mesh}."
             )
         if not _C.is_placed(tensor, placed):
             raise ValueError(
-                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}; use redistribute() for {tuple(placed)}."
+                f"distribute_tensor: the tensor is distributed already, as {_C.placements(tensor)}. To go to a different placements tuple, {tuple(placed)}, use redistribute()."
             )
         return tensor
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"distribute_tensor: expected a torch.Tensor, got {_kind(tensor)}.")
+    if not isinstance(tensor, torch.Tensor) or _is_of_torch(tensor):
+        raise TypeError(f"distribute_tensor: expected a plain torch.Tensor, got {_kind(tensor)}.")
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor: the tensor is the result of operators, and gradients would stop here. Use DTensor.from_local for "
+            "distribute_tensor can only distribute leaf tensors: this one is the result of operators, and gradients would stop here. Use DTensor.from_local for "
             "what the ranks hold, or detach() it."
         )
     result = _C.distribute_tensor(tensor, mesh, placed, src_data_rank)
@@ -207,11 +245,22 @@ def _make(
     requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: Placements | None,
+    device: torch.device | str | None,
     *value: torch.Tensor,
 ) -> torch.Tensor:
     """What a factory of ``_C`` makes. ``value``: a scalar tensor, if it fills what it makes."""
     mesh = _mesh(device_mesh)
     dtype = dtype or torch.get_default_dtype()
+    kind = torch.get_default_device().type if device is None else torch.device(device).type
+    if kind == "meta":
+        made = torch.empty(
+            _size(size), dtype=dtype, layout=layout, device="meta", requires_grad=requires_grad
+        )
+        return distribute_tensor(made, mesh, placements, src_data_rank=None)
+    if device is not None and kind != mesh.device_type:
+        raise ValueError(
+            f"The tensors of {mesh} lie on its own devices or, without memory, on meta; got device={str(device)!r}."
+        )
     return function(_size(size), mesh, _placements(placements, mesh), dtype, layout, requires_grad, *value)
 
 
@@ -222,9 +271,14 @@ def empty(
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """A tensor of which each rank allocates only its part, with no particular values."""
-    return _make(_C.empty, size, dtype, layout, requires_grad, device_mesh, placements)
+    """A tensor of which each rank allocates only its part, with no particular values.
+
+    ``device``: "meta" for a tensor that has no memory yet, here and for the functions below, as inside ``with torch.device("meta"):``.
+    ``torch.empty_like(tensor, device="cpu")`` and ``Module.to_empty(device="cpu")`` then give each rank memory for its part.
+    """
+    return _make(_C.empty, size, dtype, layout, requires_grad, device_mesh, placements, device)
 
 
 def full(
@@ -236,11 +290,12 @@ def full(
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor filled with ``fill_value``, of which each rank allocates only its part. Without dtype, that of the value."""
-    value = torch.full((), fill_value)
+    value = torch.full((), fill_value, device="cpu")
     dtype = dtype or value.dtype
-    return _make(_C.full, (size,), dtype, layout, requires_grad, device_mesh, placements, value)
+    return _make(_C.full, (size,), dtype, layout, requires_grad, device_mesh, placements, device, value)
 
 
 def zeros(
@@ -250,9 +305,20 @@ def zeros(
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of zeros, of which each rank allocates only its part."""
-    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, torch.tensor(0))
+    return _make(
+        _C.full,
+        size,
+        dtype,
+        layout,
+        requires_grad,
+        device_mesh,
+        placements,
+        device,
+        torch.tensor(0, device="cpu"),
+    )
 
 
 def ones(
@@ -262,9 +328,20 @@ def ones(
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of ones, of which each rank allocates only its part."""
-    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, torch.tensor(1))
+    return _make(
+        _C.full,
+        size,
+        dtype,
+        layout,
+        requires_grad,
+        device_mesh,
+        placements,
+        device,
+        torch.tensor(1, device="cpu"),
+    )
 
 
 def rand(
@@ -274,9 +351,10 @@ def rand(
     layout: torch.layout = torch.strided,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Random numbers, uniform in [0, 1), of which each rank makes its part: the same tensor on every mesh and however it is placed."""
-    return _make(_C.rand, size, dtype, layout, requires_grad, device_mesh, placements)
+    return _make(_C.rand, size, dtype, layout, requires_grad, device_mesh, placements, device)
 
 
 def randn(
@@ -286,6 +364,7 @@ def randn(
     layout: torch.layout = torch.strided,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Normal random numbers, of which each rank makes its part: the same tensor on every mesh and however it is placed."""
-    return _make(_C.randn, size, dtype, layout, requires_grad, device_mesh, placements)
+    return _make(_C.randn, size, dtype, layout, requires_grad, device_mesh, placements, device)

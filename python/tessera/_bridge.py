@@ -33,10 +33,14 @@ def mesh_to_torch(mesh: _C.DeviceMesh) -> "TorchMesh":
 
 
 def from_torch(tensor: "TorchDTensor", device_mesh: _C.DeviceMesh | None = None) -> torch.Tensor:
-    """The same tensor as Tessera's, on the same memory and groups. Gradients flow through.
+    """The same tensor as Tessera's, on the same memory and groups. Gradients flow through. Of ``torch.distributed._shard``'s too.
 
     ``device_mesh``: what ``mesh_from_torch(tensor.device_mesh)`` gave before, to have many tensors on one mesh.
     """
+    from tessera.sharded import _bridge
+
+    if _bridge.is_torch(tensor):
+        return _bridge.from_torch(tensor)  # type: ignore[arg-type]
     spec = tensor._spec
     if spec.shard_order is not None and spec.shard_order != spec.compute_default_shard_order(spec.placements):
         raise NotImplementedError(f"from_torch: {spec} has an explicit shard order; redistribute it first.")
@@ -51,10 +55,15 @@ def from_torch(tensor: "TorchDTensor", device_mesh: _C.DeviceMesh | None = None)
 
 
 def to_torch(tensor: torch.Tensor, device_mesh: "TorchMesh | None" = None) -> "TorchDTensor":
-    """A distributed tensor as one of ``torch.distributed.tensor``, on the same memory and groups. Gradients flow through.
+    """A distributed tensor as one of ``torch.distributed.tensor``, a sharded one as one of ``torch.distributed._shard``, on the same memory and
+    groups. Gradients flow through.
 
     ``device_mesh``: what ``mesh_to_torch(tensor.device_mesh)`` gave before, to have many tensors on one mesh.
     """
+    if _C.is_sharded_tensor(tensor):
+        from tessera.sharded import _bridge
+
+        return _bridge.to_torch(tensor)  # type: ignore[arg-type, return-value]
     from torch.distributed import tensor as reference
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -4,7 +4,8 @@ Operators see through the wrappers by themselves. What changes between placement
 differentiate it refuse to run inside of a transform: these of Python do not.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch.utils._pytree import tree_leaves
 
 from tessera import _C
 from tessera._C import DeviceMesh, Placement, Replicate
@@ -149,3 +151,16 @@ def from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, *o
         return _C.from_local(local, mesh, placements, *options)
     inside(local)
     return _FromLocal.apply(local, mesh, tuple(placements), *options)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def install() -> None:
+    """Lets `torch.func.linearize`, which traces plain tensors, take distributed ones."""
+    original = torch.func.linearize
+
+    @functools.wraps(original)
+    def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+        if not any(isinstance(leaf, torch.Tensor) and _C.is_dtensor(leaf) for leaf in tree_leaves(primals)):
+            return original(func, *primals)
+        return func(*primals), lambda *tangents: torch.func.jvp(func, primals, tangents)[1]
+
+    torch.func.linearize = linearize

@@ -28,8 +28,8 @@ def local_map(
     ``out_placements`` says: placements if ``func`` returns one value, a tuple of them for several, with None for what is no tensor.
     Without a distributed argument ``func`` is called as it is.
 
-    ``in_placements``: how each (flattened) argument must be placed, None for what is no tensor; another placement is an error, or
-    redistributed with ``redistribute_inputs``. ``in_grad_placements``: how the gradients of the local tensors are placed.
+    ``in_placements``: how each (flattened) argument must be placed, None for what is no tensor, or only how each tensor among them must be;
+    another placement is an error, or redistributed with ``redistribute_inputs``. ``in_grad_placements``: how the gradients of the local tensors are placed.
     ``device_mesh``: of the results; by default that of the first distributed argument.
 
         @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
@@ -54,8 +54,18 @@ def local_map(
                 f"local_map({name}): {what} has {len(given)} entries, but there are {count} values."
             )
 
-    def to_local(index: int, argument: Any) -> Any:
-        wanted = None if in_placements is None else in_placements[index]
+    def for_each(given: Sequence[OptionalPlacements] | None, flat: list[Any], what: str) -> list[Any]:
+        """One entry for each argument."""
+        if given is None:
+            return [None] * len(flat)
+        is_tensor = [isinstance(argument, torch.Tensor) for argument in flat]
+        if len(given) != len(flat) and len(given) == sum(is_tensor):
+            entries = iter(given)
+            return [next(entries) if is_one else None for is_one in is_tensor]
+        check_length(given, len(flat), what)
+        return list(given)
+
+    def to_local(index: int, argument: Any, wanted: OptionalPlacements, grad: OptionalPlacements) -> Any:
         if not _C.is_dtensor(argument):
             if wanted is not None and not isinstance(argument, torch.Tensor):
                 raise ValueError(
@@ -74,9 +84,7 @@ def local_map(
                         "Redistribute it, or pass redistribute_inputs=True."
                     )
                 argument = argument.redistribute(placements=wanted)
-        return argument.to_local(
-            grad_placements=None if in_grad_placements is None else in_grad_placements[index]
-        )
+        return argument.to_local(grad_placements=grad)
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -84,11 +92,10 @@ def local_map(
         distributed = [argument for argument in flat if _C.is_dtensor(argument)]
         if not distributed:
             return func(*args, **kwargs)
-        for given, what in ((in_placements, "in_placements"), (in_grad_placements, "in_grad_placements")):
-            if given is not None:
-                check_length(given, len(flat), what)
+        wanted = for_each(in_placements, flat, "in_placements")
+        grads = for_each(in_grad_placements, flat, "in_grad_placements")
         mesh = distributed[0].device_mesh if device_mesh is None else device_mesh
-        local = [to_local(index, argument) for index, argument in enumerate(flat)]
+        local = [to_local(index, *each) for index, each in enumerate(zip(flat, wanted, grads))]
         results, result_structure = pytree.tree_flatten(
             func(*pytree.tree_unflatten(local, structure), **kwargs)
         )

@@ -40,7 +40,7 @@ def distribute_module(
     if partition_fn is not None:
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-    shared.restore(or_refuse=False)
+    shared.restore()
     _replicate_rest(module, mesh)
     if input_fn is not None:
         before = _of_three_arguments(input_fn, "input_fn", "inputs")
@@ -56,7 +56,7 @@ def _of_three_arguments(function: Callable[..., Any], name: str, what: str) -> H
     count = len(inspect.signature(function).parameters)
     if count == 2:
         warnings.warn(
-            f"distribute_module: {name} takes (module, {what}, device_mesh); one without the module still works, but is deprecated.",
+            f"Deprecating {name} of distribute_module that takes ({what}, device_mesh): let it take (module, {what}, device_mesh). It still works.",
             FutureWarning,
             stacklevel=3,
         )
@@ -98,9 +98,9 @@ class Shared:
                     )
         self._groups = [group for group in owners.values() if len(group) > 1]
 
-    def restore(self, *, or_refuse: bool) -> None:
+    def restore(self) -> None:
         """Let all submodules that shared a parameter have the first that was placed. They must have been placed alike; one that was
-        not placed at all gets it too, or is an error.
+        not placed at all gets it too, and may be parallelised later.
         """
         for group in self._groups:
             parameters = [submodule._parameters[name] for _, submodule, name in group]
@@ -108,7 +108,7 @@ class Shared:
             if not placed:
                 continue
             ways = {(_C.device_mesh(parameter), _C.placements(parameter)) for parameter in placed}  # type: ignore[arg-type]
-            if len(ways) > 1 or (or_refuse and len(placed) < len(parameters)):
+            if len(ways) > 1:
                 raise ValueError(
                     "These are one parameter, which cannot be placed in several ways: "
                     + ", ".join(

@@ -9,13 +9,12 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-import warnings
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tessera import _C, _functorch, _rebuild
+from tessera import _C, _accelerate, _dynamo, _functional, _functorch, _nesting, _rebuild
 from tessera._api import DTensor, distribute_tensor
 
 
@@ -49,6 +48,7 @@ _ATTRIBUTES = (
     "full_tensor",
     "redistribute",
     "_local_tensor",
+    "_spec",
     "_raise_if_contains_partial_placements",
     "__create_write_items__",
     "__create_chunk_list__",
@@ -104,6 +104,11 @@ def _refuse_numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     raise TypeError("A distributed tensor has no numpy array: call full_tensor() or to_local() first.")
 
 
+def _is_same_size(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of global shapes, also of a plain tensor and a distributed one."""
+    return tensor.shape == other.shape
+
+
 def _new_tensor(
     tensor: torch.Tensor,
     data: Any,
@@ -124,26 +129,26 @@ def _new_tensor(
     return distribute_tensor(made, _C.device_mesh(tensor), src_data_rank=None)
 
 
-@functools.cache
-def _say_once_that_it_runs_eagerly() -> None:
-    warnings.warn(
-        "tessera: torch.compile does not know distributed tensors; code that touches them runs eagerly, with the same results.",
-        stacklevel=2,
-    )
-
-
-def _teach_dynamo(builder: ModuleType) -> None:
-    """Let torch.compile leave alone what touches a distributed tensor, which it would take for a plain one."""
-    original = builder.VariableBuilder.wrap_tensor
+def _teach_comparison(module: ModuleType) -> None:
+    """Let torch.testing.assert_close compare distributed tensors as it does torch's own: placements, meshes, and what each rank holds."""
+    original = module._unwrap_dtensor_for_comparison
 
     @functools.wraps(original)
-    def wrap_tensor(self: Any, value: Any) -> Any:
-        if _C.is_dtensor(value):
-            _say_once_that_it_runs_eagerly()
-            raise torch._dynamo.exc.SkipFrame("it touches a distributed tensor of tessera")
-        return original(self, value)
+    def unwrap(actual: Any, expected: Any) -> tuple[Any, Any]:
+        distributed = [_C.is_dtensor(actual), _C.is_dtensor(expected)]
+        if not any(distributed):
+            return original(actual, expected)  # type: ignore[no-any-return]
+        if not all(distributed):
+            raise TypeError(
+                "Comparing a DTensor to a non-DTensor is ambiguous: call full_tensor() to compare the global tensor, or to_local() to "
+                "compare what this rank holds."
+            )
+        for what, of in (("placements", _C.placements), ("device meshes", _C.device_mesh)):
+            if of(actual) != of(expected):
+                raise AssertionError(f"DTensor {what} do not match: {of(actual)} != {of(expected)}")
+        return _C.local_tensor(actual), _C.local_tensor(expected)
 
-    builder.VariableBuilder.wrap_tensor = wrap_tensor
+    module._unwrap_dtensor_for_comparison = unwrap  # type: ignore[attr-defined]
 
 
 class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -189,6 +194,17 @@ def install() -> None:
     _replace("_reduce_ex_internal", lambda tensor, proto: _rebuild.reduce_dtensor(tensor))
     _replace("tolist", lambda tensor: tensor.full_tensor().tolist())
     _replace("new_tensor", _new_tensor)
+    torch.Tensor.is_same_size = _is_same_size  # type: ignore[method-assign,assignment]
     _replace("numpy", _refuse_numpy)
     _replace("__array__", _refuse_numpy)
-    _when_imported("torch._dynamo.variables.builder", _teach_dynamo)
+    _functorch.install()
+    _when_imported("accelerate.state", _accelerate.teach)
+    _when_imported("torch._dynamo.convert_frame", _dynamo.teach_frames)
+    _when_imported("torch._dynamo.variables.builder", _dynamo.teach_builder)
+    _when_imported("torch.distributed._functional_collectives", _functional.teach)
+    _when_imported("torch.distributed.tensor._api", _nesting.teach_tensors)
+    _when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _nesting.teach_fully_shard)
+    _when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _nesting.teach_fsdp)
+    _when_imported("torch.nn.parallel.distributed", _nesting.teach_ddp)
+    for name in ("torch.testing._comparison", "torch.testing._internal.common_utils"):
+        _when_imported(name, _teach_comparison)

@@ -259,6 +259,47 @@ def _share_profiler() -> None:
     _replace(profiler, "_disable_profiler", functools.wraps(disable)(release))
 
 
+# --- Sampling: each rank draws what it would draw alone --------------------------------------------------------------------------------
+
+#: Where torch's default generator stood when the last run began, and which run that is.
+_start: tuple[int, torch.Tensor] | None = None
+
+
+def _sampler() -> torch.Generator:
+    """What this rank draws samples of plain tensors with: as torch's default generator in a process of its own."""
+    assert _start is not None
+    number, state = _start
+    if getattr(_of_thread, "sampler_of", None) != number:
+        _of_thread.sampler, _of_thread.sampler_of = torch.Generator(), number
+        _of_thread.sampler.set_state(state)
+    return _of_thread.sampler  # type: ignore[no-any-return]
+
+
+def seed_sampler(seed: int) -> None:
+    """What torch.manual_seed does besides, on a rank."""
+    if _C.shares_process():
+        _sampler().manual_seed(seed)
+
+
+def _share_sampling() -> None:
+    """Ranks that have the same probabilities draw the same tokens, as they would on one device. From the default generator, which is one for
+    the process, each would draw what the others left."""
+
+    def on_rank(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def multinomial(
+            input: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any
+        ) -> torch.Tensor:
+            is_plain = not _C.is_dtensor(input) and input.device.type == "cpu"
+            if generator is None and is_plain and _C.shares_process():
+                generator = _sampler()
+            return draw(input, *args, generator=generator, **kwargs)
+
+        return functools.wraps(draw)(multinomial)
+
+    _replace(torch, "multinomial", on_rank(torch.multinomial))
+    _replace(torch.Tensor, "multinomial", on_rank(torch.Tensor.multinomial))
+
+
 # --- Python's library ----------------------------------------------------------------------------------------------------------------
 
 
@@ -353,15 +394,17 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 @contextlib.contextmanager
 def shared_by_ranks() -> Iterator[None]:
     """Inside, ranks that are threads of this process run."""
-    global _runs, _profiling_rank
+    global _runs, _profiling_rank, _start
     with _mutex:
         _runs += 1
+        _start = (0 if _start is None else _start[0] + 1, torch.default_generator.get_state())
         if _runs == 1:
             _profiling_rank = None
             _share_settings()
             _share_anomaly_mode()
             _share_forward_ad()
             _share_profiler()
+            _share_sampling()
             _share_warnings()
             if sys.version_info < (3, 12):
                 _share_cached_properties()

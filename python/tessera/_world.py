@@ -78,9 +78,10 @@ def ensure() -> None:
     group = dist.group.WORLD
     if _adopted is group:
         return
-    store = dist.distributed_c10d._get_default_store()
+    is_fake = dist.get_backend() == "fake"  # then the others are not there, and the store may be none either
+    store = None if is_fake else dist.distributed_c10d._get_default_store()
     timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
-    _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout)
+    _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout, "fake" if is_fake else "")
     if _adopted is None:
         _tell_others_of_the_end()
     _adopted = group
@@ -104,4 +105,4 @@ def group_of(ranks: list[int]) -> Any:
         return dist.group.WORLD
     if ranks != sorted(ranks):
         return None  # torch.distributed sorts them
-    return dist.new_group(ranks, use_local_synchronization=True)
+    return dist.new_group(ranks, use_local_synchronization=dist.get_backend() != "fake")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tessera import _C
+from tessera import _C, _process
 from tessera._C import DeviceMesh
 
 __all__ = [
@@ -157,6 +157,7 @@ def install() -> None:
     def _manual_seed_impl(seed: Any) -> Any:
         result = seed_all(seed)
         manual_seed(seed)
+        _process.seed_sampler(int(seed))
         return result
 
     for module in (torch, torch.random):

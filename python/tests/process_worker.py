@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh as reference_mesh
 
 import tessera
 from tessera import DTensor, Partial, Replicate, Shard
+from tessera.debug import CommDebugMode
 
 
 def tensors():
@@ -168,9 +169,43 @@ def parallel_training():
             assert_full(ours.detach(), theirs.detach(), rtol=1e-3, atol=1e-4)
 
 
+def meshes():
+    """Groups with backends of their own, and what is communicated on them."""
+    import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    options = dist.ProcessGroupGloo._Options()
+    mesh = tessera.init_device_mesh(
+        "cpu",
+        (size // 2, 2),
+        mesh_dim_names=("dp", "tp"),
+        backend_override={"dp": "fake", 1: ("gloo", options)},
+    )
+    assert mesh.get_group("dp")._get_backend_name() == "custom"  # as that of "fake" is called
+    assert mesh.get_group("tp")._get_backend_name() == "gloo"
+    assert mesh.get_group("tp").group_desc == "mesh_tp" and mesh.get_group("tp") is not dist.group.WORLD
+    part = tessera.distribute_tensor(values(4, 3), mesh["tp"], [Shard(0)])
+    assert_full(part, values(4, 3))
+    flat = mesh._flatten("all", backend_override="gloo")
+    assert mesh["all"].get_group() is flat.get_group() and flat.get_group().group_desc == "mesh_all"
+    split = flat._unflatten(0, (size // 2, 2), ("a", "b"), backend_override={"b": "fake"})
+    assert split.get_group("b")._get_backend_name() == "custom"
+    plain = tessera.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp-0", "tp-0"))
+    assert size == 2 or plain.get_group("tp-0").group_desc == "mesh_tp-0"
+    x = tessera.distribute_tensor(values(8, 4), plain, [Replicate(), Shard(0)])
+    with CommDebugMode() as mode:
+        x.full_tensor()
+        dist.all_reduce(torch.ones(1))
+    assert mode.get_comm_counts() == {
+        torch.ops.c10d_functional.all_gather_into_tensor: 1,
+        torch.ops.c10d.allreduce_: 1,
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    bodies = (tensors, training, bridge, initialise, sub_groups, parallel_training)
+    bodies = (tensors, training, bridge, initialise, sub_groups, parallel_training, meshes)
     {function.__name__: function for function in bodies}[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()

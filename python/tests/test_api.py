@@ -125,7 +125,7 @@ def test_bad_arguments_are_errors_of_fitting_types():
         x.redistribute(placements=[Shard(2)])
     with pytest.raises(ValueError):
         x.redistribute(placements=[Shard(0), Shard(1)])
-    with pytest.raises(TypeError, match="distributed already"):
+    with pytest.raises(RuntimeError, match="distributed already"):
         DTensor.from_local(x, mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="gradients"):
         tessera.distribute_tensor(values(3).requires_grad_() * 2, mesh, [Shard(0)])

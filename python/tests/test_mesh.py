@@ -82,8 +82,8 @@ def test_ranks_outside_the_mesh():
 def test_bad_meshes_are_errors():
     for error, make in (
         (ValueError, lambda: tessera.init_device_mesh("cpu", (8,))),
-        (ValueError, lambda: tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "a"))),
-        (ValueError, lambda: tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a",))),
+        (ValueError, lambda: DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "a"))),
+        (ValueError, lambda: DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a",))),
         (ValueError, lambda: DeviceMesh("cpu", [0, 0])),
         (RuntimeError, lambda: tessera.init_device_mesh("nothing", (4,))),
         ((ValueError, RuntimeError), lambda: tessera.init_device_mesh("xla", (4,))),
@@ -94,3 +94,50 @@ def test_bad_meshes_are_errors():
     ):
         with pytest.raises(error):
             make()
+
+
+@on_ranks(4)
+def test_errors_have_the_types_that_torch_gives_them():
+    init = tessera.init_device_mesh
+    mesh = init("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(RuntimeError, match="Each mesh_dim_name must be unique"):
+        init("cpu", (2, 2), mesh_dim_names=("dp", "dp"))
+    with pytest.raises(RuntimeError, match="should have same length"):
+        init("cpu", (2, 2), mesh_dim_names=("dp",))
+    with pytest.raises(RuntimeError, match="Device type with index is not supported"):
+        init("cuda:0", (2, 2))
+    with pytest.raises(KeyError, match="Invalid mesh_dim_name.*'pp'"):
+        mesh["pp"]
+    with pytest.raises(KeyError, match="order"):
+        mesh["tp", "dp"]
+    with pytest.raises(RuntimeError, match="Cannot slice a DeviceMesh without mesh_dim_names"):
+        init("cpu", (2, 2))["dp"]
+    with pytest.raises(RuntimeError, match="`mesh_dim` needs to be specified"):
+        mesh.get_local_rank()
+    with pytest.raises(RuntimeError, match=r"invalid keys in backend_override: got \['pp'\]"):
+        init("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"pp": "gloo"})
+    with pytest.raises(RuntimeError, match="redundant dim index 0 and name dp"):
+        init("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "gloo", 0: "gloo"})
+    with pytest.raises(RuntimeError, match="threads"):
+        init("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "gloo"})
+
+
+@on_ranks(4)
+def test_names_need_not_be_identifiers():
+    mesh = tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("mesh-0", "mesh-1"))
+    assert mesh["mesh-1"].size() == 2
+    x = tessera.distribute_tensor(torch.arange(8.0), mesh, [tessera.Shard(0), tessera.Replicate()])
+    assert torch.equal(pickle.loads(pickle.dumps(x)).full_tensor(), torch.arange(8.0))
+    with pytest.raises(ValueError, match="has a space"):
+        mesh._flatten("a b")
+
+
+@on_ranks(4)
+def test_what_torch_tells_of_a_mesh():
+    mesh = tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert mesh.mesh.dtype == torch.int32
+    assert mesh.get_group("tp").group_desc == "mesh_tp"
+    flat = mesh._flatten("all")
+    assert mesh._flatten_mapping == {"all": flat} and mesh["tp"]._flatten_mapping == {}
+    plain = DeviceMesh("cpu", [[0, 1], [3, 2]], _init_backend=False)
+    assert plain.get_group(0).group_desc == "mesh_dim_0"

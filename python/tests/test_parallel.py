@@ -111,7 +111,7 @@ def test_distribute_module_with_functions():
 @on_ranks(1)  # pytest.warns is not for several threads
 def test_functions_of_two_arguments_are_deprecated_and_others_refused():
     mesh = init_device_mesh("cpu", (1,))
-    with pytest.warns(FutureWarning, match="input_fn takes"):
+    with pytest.warns(FutureWarning, match="Deprecating input_fn"):
         model = distribute_module(
             nn.Linear(3, 3), mesh, input_fn=lambda args, mesh: distribute_tensor(args[0], mesh)
         )
@@ -161,8 +161,11 @@ def test_what_is_shared_stays_shared():
 
     with pytest.raises(ValueError, match=r"one parameter.*embedding.weight \(placed .*head.weight \(placed"):
         parallelize_module(Tied(), mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"head.weight \(not distributed\)"):
-        parallelize_module(Tied(), mesh, {"embedding": RowwiseParallel()})
+    # One that is not parallelised yet has the parameter too, and refuses what does not fit.
+    half = parallelize_module(Tied(), mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
+    assert half.head.weight is half.embedding.weight
+    with pytest.raises(ValueError, match="plain tensor"):
+        half(tokens)
 
 
 # --- columns and rows ----------------------------------------------------------------------------------------------------------

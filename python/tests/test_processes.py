@@ -72,6 +72,23 @@ def test_torchrun(ranks, what):
     assert result.returncode == 0 and result.stdout.count("done") == ranks, result.stdout
 
 
-def test_four_processes():
-    for output in launch(4, "sub_groups"):
+@pytest.mark.parametrize("what", ["sub_groups", "meshes"])
+def test_four_processes(what):
+    for output in launch(4, what):
         assert output.strip().endswith("done")
+
+
+def test_ranks_that_are_not_there():
+    """Of the backend "fake", whose store need not work."""
+    script = """
+import torch, tessera
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tessera import Replicate, Shard
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+mesh = tessera.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+x = tessera.DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0), Replicate()])
+assert x.shape == (12, 4) and (x @ x.T).shape == (12, 12) and mesh.get_coordinate() == (0, 1)
+assert x.redistribute(placements=[Replicate(), Shard(1)]).to_local().shape == (12, 2)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from tessera import _C
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "validate"))
 pytest.importorskip("expecttest")
@@ -81,3 +84,32 @@ def test_a_false_rule_is_found(monkeypatch):
     calls = validate.record(["sin"], samples=2, limit=2)
     verdict = validate.validate_one("aten::sin", calls["aten::sin"], [2])
     assert any("[P(sum)]" in problem for problem in verdict.false)
+
+
+def test_nothing_is_communicated_where_torch_does_not(tmp_path):
+    """A sample of what `make validate` searches, in a process of its own, as it makes others."""
+    command = [sys.executable, str(pathlib.Path(validate.__file__).with_name("against_torch.py"))]
+    command += [
+        "--samples",
+        "2",
+        "--calls",
+        "2",
+        "--ops",
+        "add",
+        "maximum",
+        "neg",
+        "exp",
+        "view",
+        "mm",
+        "where",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_rules_of_prims_are_of_operators_that_exist():
+    """Python defines them, so that the tests in C++ do not see them."""
+    names = [name for name in _C.sharding_rules() if name.startswith("prims::")]
+    assert len(names) > 70
+    for name in names:
+        assert hasattr(torch.ops.prims, name.removeprefix("prims::")), name

@@ -10,6 +10,7 @@ The model's code stays as it is: hooks on its submodules make distributed tensor
 from tessera.parallel.api import parallelize_module
 from tessera.parallel.input_reshard import input_reshard
 from tessera.parallel.loss import loss_parallel
+from tessera.parallel.pretrained import from_pretrained, save_pretrained
 from tessera.parallel.replicate import ReplicatedModule, replicate
 from tessera.parallel.style import (
     ColwiseParallel,
@@ -30,8 +31,10 @@ __all__ = [
     "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "from_pretrained",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",
     "replicate",
+    "save_pretrained",
 ]

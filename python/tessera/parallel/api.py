@@ -3,27 +3,38 @@
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
+from tessera import _C
 from tessera._api import _mesh
 from tessera._C import DeviceMesh
 from tessera._module import Shared
+from tessera.parallel.auto import check_plain_gradients, styles_of
 from tessera.parallel.style import ParallelStyle
+
+#: Styles by the names of submodules, one for the module itself, or the name of a plan.
+Plan = ParallelStyle | Mapping[str, ParallelStyle] | Literal["auto", "experts"]
 
 
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    parallelize_plan: Plan | None = None,
     *,
+    plan: Plan | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Apply the styles of ``parallelize_plan`` to ``module`` or its submodules, in place; return it.
+    """Apply the styles of ``parallelize_plan`` (or ``plan``, for short) to ``module`` or its submodules, in place; return it.
 
     ``parallelize_plan``: one style, for the module itself, or styles by name. A name is the path of a submodule, as in
     "layers.0.attention"; each component of it may have wildcards, as in "layers.*.attention"; "" is the module itself. A name that fits
     nothing is a warning.
+
+    "auto": the plan that a model of the transformers package ships, its embedding and head included. "experts": likewise, but each rank has
+    some of a mixture's experts, rather than a part of each. The mesh has one dim then; inputs and outputs are plain tensors, the same on all
+    ranks; and what the plan does not name is left alone: plain parameters, of which all ranks get those of the first.
 
     ``device_mesh``: that of the surrounding ``with mesh:`` by default. Styles act along its last dim: on a slice, as ``mesh["tp"]``, the
     tensors know nothing of the other dims; on the full mesh parameters are replicated along the others, and inputs, which must be distributed
@@ -31,16 +42,32 @@ def parallelize_module(
 
     ``src_data_rank``: the rank of the mesh whose parameters count; with None each takes its shard of its own, without communication.
 
-    Parameters that several submodules share stay shared, and must get the same placements.
+    Parameters that several submodules share stay shared, and must get the same placements, by this call or a later one.
 
         parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     """
     mesh = _mesh(device_mesh)
+    if plan is not None:
+        if parallelize_plan is not None:
+            raise TypeError("parallelize_module: plan is a short name of parallelize_plan; give one of them.")
+        parallelize_plan = plan
     if parallelize_plan is None:
         warnings.warn("parallelize_module: there is no plan, so nothing is done.", stacklevel=2)
         return module
     shared = Shared(module)
-    if isinstance(parallelize_plan, ParallelStyle):
+    if isinstance(parallelize_plan, str):
+        if parallelize_plan not in ("auto", "experts"):
+            raise ValueError(
+                f'parallelize_module: the plans with a name are "auto" and "experts", got {parallelize_plan!r}.'
+            )
+        for submodule, style in styles_of(module, mesh, parallelize_plan == "experts"):
+            _apply(style, submodule, mesh, src_data_rank)
+        check_plain_gradients(module, mesh)
+        if src_data_rank is not None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not _C.is_dtensor(tensor) and not tensor.is_meta:
+                    _C.broadcast_values(tensor, mesh)
+    elif isinstance(parallelize_plan, ParallelStyle):
         module = _apply(parallelize_plan, module, mesh, src_data_rank)
     elif isinstance(parallelize_plan, Mapping):
         for path, style in parallelize_plan.items():
@@ -52,9 +79,9 @@ def parallelize_module(
                 _apply(style, submodule, mesh, src_data_rank)
     else:
         raise TypeError(
-            f"parallelize_module: expected a ParallelStyle or a dict of them by submodules' names, got {type(parallelize_plan).__name__}."
+            f"parallelize_module: expected a ParallelStyle, a dict of them by submodules' names, or 'auto', got {type(parallelize_plan).__name__}."
         )
-    shared.restore(or_refuse=True)
+    shared.restore()
     return module
 
 

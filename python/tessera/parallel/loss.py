@@ -5,10 +5,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tessera import _C
+from tessera import _C, _functorch
 from tessera._api import DTensor
 from tessera._C import Placement, Replicate, Shard
 
@@ -20,7 +21,7 @@ def loss_parallel() -> Iterator[None]:
     Classes may be sharded along any mesh dims, and so may the batch; each rank computes with its local logits, and only sums over the classes
     are reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
     for targets and weights if all ranks have all of them: where the batch is not sharded. Label smoothing, class weights, ``ignore_index`` and all
-    reductions work, on meshes of any number of dims; the loss is that of the global batch.
+    reductions work, on meshes of any number of dims; the loss is that of the global batch, and replicated where classes are sharded.
 
         with loss_parallel():
             loss = F.cross_entropy(logits, targets)     # logits: [Shard(0), Shard(1)], targets: [Shard(0), Replicate()]
@@ -39,9 +40,11 @@ class _LossParallel(TorchFunctionMode):
     ) -> Any:
         if func is functional.cross_entropy:
             bound = _SIGNATURE.bind(*args, **(kwargs or {}))
-            if _C.is_dtensor(bound.arguments["input"]):
-                _prepare(bound.arguments)
-            return func(*bound.args, **bound.kwargs)
+            logits = bound.arguments["input"]
+            if not _C.is_dtensor(logits):
+                return func(*args, **(kwargs or {}))
+            _prepare(bound.arguments)
+            return _reduced(func(*bound.args, **bound.kwargs), logits)
         return func(*args, **(kwargs or {}))
 
 
@@ -75,6 +78,14 @@ def _prepare(arguments: dict[str, Any]) -> None:
     weight = arguments.get("weight")
     if weight is not None and not _C.is_dtensor(weight):
         arguments["weight"] = DTensor.from_local(weight, mesh)
+
+
+def _reduced(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The loss, replicated along mesh dims that shard the classes."""
+    classes = min(1, logits.ndim - 1)
+    pairs = zip(_C.placements(loss), _C.placements(logits), strict=True)
+    wanted = [Replicate() if mine.is_partial() and its.is_shard(classes) else mine for mine, its in pairs]
+    return _functorch.redistribute(loss, wanted, False, None, None)
 
 
 def _without(placement: Placement, classes: int) -> Placement:

@@ -1,0 +1,93 @@
+"""What ``DTensor._spec`` gives: a read-only description of a distributed tensor, with the fields of torch's DTensorSpec."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tessera import _C
+from tessera._C import DeviceMesh, Placement, Shard, _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+
+@dataclass(frozen=True)
+class DTensorSpec:
+    """The mesh, the placements and the global shape, strides and dtype of a distributed tensor. Equal ones hash alike."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    tensor_meta: "TensorMeta"
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.mesh
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor_meta.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.tensor_meta.stride
+
+    @property
+    def ndim(self) -> int:
+        return len(self.tensor_meta.shape)
+
+    def _shards(self) -> list[tuple[int, int]]:
+        """The mesh dims that shard, each with the tensor dim that it shards."""
+        return [
+            (mesh_dim, placement.dim)
+            for mesh_dim, placement in enumerate(self.placements)
+            if isinstance(placement, (Shard, _StridedShard))
+        ]
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards the tensor has."""
+        return math.prod(self.mesh.size(mesh_dim) for mesh_dim, _ in self._shards())
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """How many shards each tensor dim has."""
+        result = [1] * self.ndim
+        for mesh_dim, dim in self._shards():
+            result[dim] *= self.mesh.size(mesh_dim)
+        return result
+
+    @property
+    def dim_map(self) -> list[int]:
+        """The mesh dim that shards each tensor dim, or -1. An error if several do."""
+        result = [-1] * self.ndim
+        for mesh_dim, dim in self._shards():
+            if result[dim] != -1:
+                raise ValueError(
+                    f"Tensor dim {dim} is sharded on mesh dims {result[dim]} and {mesh_dim}: dim_map cannot say so; read placements."
+                )
+            result[dim] = mesh_dim
+        return result
+
+    @property
+    def sums(self) -> list[int]:
+        """The mesh dims on which the tensor has yet to be reduced."""
+        return [mesh_dim for mesh_dim, placement in enumerate(self.placements) if placement.is_partial()]
+
+    def is_replicated(self) -> bool:
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def is_sharded(self) -> bool:
+        return bool(self._shards())
+
+    def __str__(self) -> str:
+        placed = "".join(str(each) for each in self.placements)
+        return f"Spec({placed} on {tuple(self.shape)}, {self.mesh})"
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta  # it takes long, and few ask
+
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    return DTensorSpec(_C.device_mesh(tensor), _C.placements(tensor), meta)

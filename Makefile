@@ -96,6 +96,7 @@ python-check:
 validate: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/against_torch.py
 
 # By pip, but of the libraries that are built already.
 wheel:
@@ -178,7 +179,7 @@ asan ubsan:
 	$(call configure,build-asan,-DTESSERA_SANITIZE=address$(comma)undefined $(SANITIZED))
 	@cmake --build build-asan
 	@cd build-asan && $(CHECKS) GTEST_FILTER=-DTensorCache.DoesNotGrow LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.supp" UBSAN_OPTIONS=print_stacktrace=1 \
-	  ctest --output-on-failure --timeout 3600 -E 'installed_package|compare_with_torch|lists_test'
+	  ctest --output-on-failure --timeout 3600 -E 'installed_package|compare_with_torch|lists_test|soak'
 
 tsan:
 	$(call configure,build-tsan,-DTESSERA_SANITIZE=thread $(SANITIZED))

@@ -7,6 +7,7 @@
 #include <tessera/dispatch/op_plan.h>
 #include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/dispatch/operator_call.h>
+#include <tessera/dispatch/outside_of_mesh.h>
 #include <tessera/dispatch/refusal.h>
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
@@ -14,7 +15,6 @@
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/plan.h>
-#include <tessera/rules/choose.h>
 #include <tessera/rules/rule.h>
 #include <tessera/thread_scope.h>
 
@@ -29,8 +29,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/any.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq.h>
 #include <c10/util/irange.h>
 #include <c10/util/strides.h>
@@ -85,10 +83,9 @@ class OperatorCall {
 
   /// After the pass over the arguments.
   void run_collected() {
-    if (!distributed().empty() && !mesh().is_member()) [[unlikely]]
-      return run_outside();
     const comm::Within within(OuterOperator::current() ? OuterOperator::current() : &info_.name);
-    find_plan();
+    if (!find_plan()) [[unlikely]]
+      return run_outside_of_mesh(info_, resolved_, arguments_);
     const rules::ChosenStrategy& strategy = plan_->strategy;
     if (plan_->is_special) [[unlikely]] {
       const bool by_functional = arguments_.writes() && !strategy.local.writes;
@@ -142,105 +139,23 @@ class OperatorCall {
     wrap();
   }
 
-  /// On a rank outside of the mesh, where nothing is computed: results are placed as they are on the ranks inside, and hold
-  /// nothing. What is true of all elements is true.
-  void run_outside() {
-    const size_t count = info_.schema.returns().size();
-    const Stack all = arguments_.with_tensors();
-    Stack shapes;
-    if (count == 1 && info_.schema.returns()[0].type()->kind() == c10::TypeKind::BoolType) {
-      shapes.push_back(true);
-    } else {
-      shapes = on_meta(all);
-      try {
-        info_.op.callBoxed(shapes);
-      } catch (const c10::NotImplementedError&) {
-        shapes.clear();
-      }
-    }
-    const bool are_known =
-        shapes.size() == count && std::all_of(shapes.begin(), shapes.end(), [](const IValue& v) {
-          return v.isTensor() || v.isTensorList() || v.isBool();
-        });
-    TESSERA_CHECK(are_known, info_.name, ": rank ", mesh().get_rank(), " is not in ", mesh(), " of ranks ",
-                  c10::IntArrayRef(mesh().ranks()),
-                  ", so it cannot compute on tensors there; ask mesh.is_member() first.");
-    const auto placed = placements_outside(all);
-    size_t index = 0;
-    const auto result = [&](const at::Tensor& meta) -> at::Tensor {
-      if (!meta.defined()) return meta;
-      const Placements& placements =
-          placed.empty() ? replicated(mesh()) : placed[std::min(index, placed.size() - 1)];
-      ++index;
-      const auto options = distributed()[0].impl().local().options().dtype(meta.scalar_type());
-      const Spec spec(mesh(), placements, meta.sizes(), std::nullopt, meta.scalar_type());
-      return make_dtensor(at::empty(spec.local_shape(), options), spec);
-    };
-    for (const size_t i : c10::irange(count)) {
-      IValue& value = shapes[i];
-      const int64_t returned = info_.returned_argument[i];
-      if (returned >= 0 && !value.isTensorList()) {
-        value = all[static_cast<size_t>(returned)];
-      } else if (value.isTensor()) {
-        value = result(value.toTensor());
-      } else if (value.isTensorList()) {
-        std::vector<at::Tensor> tensors = value.toTensorVector();
-        for (at::Tensor& tensor : tensors) tensor = result(tensor);
-        value = std::move(tensors);
-      }
-    }
-    arguments_.replace_by(std::move(shapes));
-  }
-
-  /// The arguments, with tensors that have shapes alone.
-  static Stack on_meta(Stack arguments) {
-    const auto meta = [](const at::Tensor& tensor) {
-      if (!tensor.defined()) return tensor;
-      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-    };
-    for (IValue& value : arguments) {
-      if (value.isTensor()) {
-        value = meta(value.toTensor());
-      } else if (value.isTensorList()) {
-        std::vector<at::Tensor> tensors = value.toTensorVector();
-        for (at::Tensor& tensor : tensors) tensor = meta(tensor);
-        value = std::move(tensors);
-      } else if (value.isDevice()) {
-        value = at::Device(at::kMeta);
-      }
-    }
-    return arguments;
-  }
-
-  /// How the ranks inside of the mesh place each result; none if the rule does not say.
-  std::vector<Placements> placements_outside(const Stack& all) const {
-    std::vector<Placements> result;
-    if (!resolved_.rule) return result;
-    try {
-      const rules::OpCall call = arguments_.call(all);
-      const auto chosen =
-          rules::choose(*resolved_.rule, call, std::vector<int64_t>(call.positions.size(), -1));
-      if (chosen && !chosen->decompose) {
-        for (const auto& output : chosen->outputs) result.push_back(output.placements);
-      }
-    } catch (const c10::Error&) {  // it asks what this rank holds
-    }
-    return result;
-  }
-
-  void find_plan() {
+  /// False if this rank is not in the mesh: there is no plan there.
+  bool find_plan() {
     OpPlanCache& plans = op_plan_cache();
     const auto* known = plans.find(arguments_.key());
-    if (!known && arguments_.unify_meshes()) [[unlikely]]
-      known = plans.find(arguments_.key());
+    if (!known) [[unlikely]] {
+      if (!distributed().empty() && !mesh().is_member()) return false;
+      if (arguments_.unify_meshes()) known = plans.find(arguments_.key());
+    }
     if (known) [[likely]] {
       plan_ = *known;
-      return;
+      return true;
     }
     const Stack all = arguments_.with_tensors();
     plan_ = std::make_shared<OpPlan>(
         make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
     if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
+    return true;
   }
 
   /// Autocast casts float32 leaves with its cache locked, which is one for the process: to wait for other

@@ -17,7 +17,9 @@ NAMES = list(MODULES)
 MODES = ("gradients", "gradients", "gradients", "no_grad", "inference_mode", "autocast")
 
 
-def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:
+def draw(
+    name: str, rng: random.Random, modes: tuple[str, ...] = MODES
+) -> tuple[dict[str, Any], str, tuple[float, float]]:
     """(options, mode, tolerance)"""
     has_errors = MODULES[name].module_error_inputs_func is not None
     options = {
@@ -28,7 +30,7 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
         "wrong": has_errors and rng.random() < 0.3,
         "seed": rng.randrange(1000),
     }
-    mode = rng.choice(MODES)
+    mode = rng.choice(modes)
     tolerance = (
         (0.1, 0.1)
         if mode == "autocast"

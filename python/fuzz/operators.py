@@ -60,7 +60,9 @@ NAMES = [
 ]
 
 
-def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:
+def draw(
+    name: str, rng: random.Random, modes: tuple[str, ...] = MODES
+) -> tuple[dict[str, Any], str, tuple[float, float]]:
     """(options, mode, tolerance)"""
     op = cases.OPS[name]
     supported = sorted(op.supported_dtypes("cpu") - set(LEFT_OUT), key=str)
@@ -79,7 +81,7 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
     way = rng.choice(ways)
     if (name, way) in exceptions.MAY_REFUSE:
         way = "function"
-    mode = rng.choice(MODES)
+    mode = rng.choice(modes)
     if mode == "autocast" and dtype is torch.float16:
         mode = "no_grad"  # to bfloat16, libtorch itself refuses to join them, as ranks have to
     options = {

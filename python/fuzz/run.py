@@ -3,6 +3,7 @@
     python run.py                                  every operator, module and model, some times over
     python run.py --kind modules --only 'nn.LP*'   some
     python run.py --seed 7 --minutes 10            others, and for how long
+    python run.py --mode autocast                  operators and modules, in this mode alone
 
 Each case runs in a process that may crash or hang. What fails is made as small as it can be and still fails,
 and printed as a script.
@@ -38,10 +39,15 @@ from script import Case
 from tessera import Partial, Replicate, Shard
 
 KINDS = ("operators", "errors", "modules", "models")
+#: Those that are tried in several modes.
+KINDS_WITH_MODES = ("operators", "modules")
 MESHES = ((4,), (2, 2), (3,))
 
 #: Seconds that a case may take, on ranks that wait for each other for a sixth of it at most.
 LIMIT = 120
+
+#: Kind, name, seed, and the one mode to try it in, if any: what a case is drawn from.
+Key = tuple[str, str, int] | tuple[str, str, int, str]
 
 
 # --- in a worker
@@ -60,11 +66,11 @@ def is_argument(name: str) -> bool:
     return not name.startswith(("weight ", "out "))
 
 
-def drawn(kind: str, name: str, seed: int) -> Case | None:
+def drawn(kind: str, name: str, seed: int, *modes: str) -> Case | None:
     """None if there is nothing to try."""
     rng = random.Random(f"{kind} {name} {seed}")
     module: Any = __import__(kind)
-    options, mode, tolerance = module.draw(name, rng)
+    options, mode, tolerance = module.draw(name, rng, modes) if modes else module.draw(name, rng)
     made = module.make(**options)
     seen: dict[str, torch.Tensor] = {}
     is_refused = harness.is_refused(harness.alone(module.compute, made, mode, {}, seen))
@@ -263,7 +269,7 @@ class Report:
         self._total, self._output = total, output
         self.passed = self.failed = self.nothing = 0
 
-    def add(self, key: tuple[str, str, int], case: Case | None, failure: str, is_new: bool) -> None:
+    def add(self, key: Key, case: Case | None, failure: str, is_new: bool) -> None:
         """A failure of a sort that was seen with this entry is not printed as a script again."""
         with self._lock:
             if failure:
@@ -282,7 +288,7 @@ class Report:
                     f"[{tried}/{self._total}] {clock} {self.passed} passed, {self.failed} failed", flush=True
                 )
 
-    def _script(self, key: tuple[str, str, int], case: Case, failure: str) -> str:
+    def _script(self, key: Key, case: Case, failure: str) -> str:
         module: Any = __import__(case.kind)
         text = script.script(case, [*module.USES, module], failure)
         path = self._output / f"{'_'.join(map(str, key))}.py"
@@ -298,13 +304,11 @@ class Report:
         return f"{text}\n# {path}" + ("" if fails else ": alone it did not fail")
 
 
-def run(
-    keys: list[tuple[str, str, int]], workers: int, minutes: float, seconds: float, output: Path
-) -> Report:
+def run(keys: list[Key], workers: int, minutes: float, seconds: float, output: Path) -> Report:
     """`seconds`: for making a failure small."""
     report = Report(len(keys), output)
     output.mkdir(parents=True, exist_ok=True)
-    todo: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in keys:
         todo.put(key)
     end = time.monotonic() + 60 * minutes
@@ -350,6 +354,11 @@ def main() -> int:
         metavar="GLOB",
         help="entries to try, as addmm or nn.Linear; may be given several times (all)",
     )
+    parser.add_argument(
+        "--mode",
+        choices=["gradients", "no_grad", "inference_mode", "autocast"],
+        help="of operators and modules, and no other kinds (all)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
     parser.add_argument("--rounds", type=int, default=4, help="how often each entry is tried (4)")
     parser.add_argument("--count", type=int, help="how many cases of each kind to try at most (all)")
@@ -360,7 +369,10 @@ def main() -> int:
         "--output", type=Path, default=Path("build/fuzz"), help="where to write the scripts (build/fuzz)"
     )
     options = parser.parse_args()
-    kinds = options.kind or KINDS
+    kinds = options.kind or (KINDS_WITH_MODES if options.mode else KINDS)
+    if options.mode and not set(kinds) <= set(KINDS_WITH_MODES):
+        parser.error(f"only {' and '.join(KINDS_WITH_MODES)} have modes")
+    modes = (options.mode,) if options.mode else ()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["harness", "script", *kinds])
     keys = []
     for kind in kinds:
@@ -370,7 +382,7 @@ def main() -> int:
             if any(fnmatch.fnmatchcase(name, glob) for glob in options.only or ["*"])
         ]
         rounds = (
-            (kind, name, seed)
+            (kind, name, seed, *modes)
             for seed in range(options.seed, options.seed + options.rounds)
             for name in random.Random(seed).sample(names, len(names))
         )

@@ -27,7 +27,6 @@
 #include <vector>
 
 #include <CLI/CLI.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
@@ -112,11 +111,28 @@ void work(std::mt19937_64& common, const std::string& directory) {
 
 // --- Worlds ------------------------------------------------------------------------------------------------
 
-void join(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, int64_t world) {
+using Store = c10::intrusive_ptr<c10d::TCPStore>;
+
+/// Kept by this process.
+Store new_store() {
+  c10d::TCPStoreOptions how;
+  how.port = 0;
+  how.isServer = true;
+  how.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", how);
+}
+
+Store store_at(int port) {
+  c10d::TCPStoreOptions how;
+  how.port = static_cast<uint16_t>(port);
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", how);
+}
+
+void join(const Options& options, const Store& store) {
   WorldOptions join;
   join.rank = options.rank;
   join.size = 3;
-  join.store = c10::make_intrusive<c10d::PrefixStore>(c10::str("soak/", world), store);
+  join.store = store;
   join.timeout = std::chrono::seconds(20);
   init_process_group(std::move(join));
 }
@@ -130,10 +146,10 @@ struct Fate {
   int how;
 };
 
-/// True if the world ended as it should have.
-bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, int64_t world) {
+/// True if the world, which has that store, ended as it should have.
+bool live(const Options& options, const Store& store, int64_t world) {
   Fate fate(options.seed * 1000003 + static_cast<uint64_t>(world));
-  join(options, store, world);
+  join(options, store);
   bool has_failed = false;
   try {
     for (int turn = 0; turn < 6; ++turn) {
@@ -165,18 +181,11 @@ bool live(const Options& options, const c10::intrusive_ptr<c10d::Store>& store, 
   return has_failed == (fate.how != 3);
 }
 
-pid_t start(const Options& options, int rank, int64_t world) {
-  std::vector<std::string> words{support::this_program(),
-                                 "--rank",
-                                 std::to_string(rank),
-                                 "--seed",
-                                 std::to_string(options.seed),
-                                 "--port",
-                                 std::to_string(options.port),
-                                 "--world",
-                                 std::to_string(world),
-                                 "--directory",
-                                 options.directory};
+/// Rank 1 is given the port of a store by which it hears of worlds, rank 2 that of its world.
+pid_t start(const Options& options, int rank, int64_t world, int port) {
+  std::vector<std::string> words{support::this_program(),      "--rank",      std::to_string(rank), "--seed",
+                                 std::to_string(options.seed), "--port",      std::to_string(port), "--world",
+                                 std::to_string(world),        "--directory", options.directory};
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
@@ -208,14 +217,25 @@ Use use_now() {
   return use;
 }
 
-int soak(Options options) {
-  c10d::TCPStoreOptions how;
-  how.port = 0;
-  how.isServer = true;
-  how.waitWorkers = false;
-  const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", how);
-  options.port = store->getPort();
-  const pid_t second = start(options, 1, -1);
+// --- What rank 1 hears ---------------------------------------------------------------------------------------
+
+std::string begin_key(int64_t world) { return c10::str("begin/", world); }
+std::string left_key(int64_t world) { return c10::str("left/", world); }
+
+/// That a world begins, whose store has this port; 0: there are no more.
+void announce(c10d::Store& news, int64_t world, int port) {
+  const std::string text = std::to_string(port);
+  news.set(begin_key(world), std::vector<uint8_t>(text.begin(), text.end()));
+}
+
+int await_port(c10d::Store& news, int64_t world) {
+  const auto text = news.get(begin_key(world));
+  return std::stoi(std::string(text.begin(), text.end()));
+}
+
+int soak(const Options& options) {
+  const Store news = new_store();
+  const pid_t second = start(options, 1, -1, news->getPort());
   const auto begin = Clock::now();
   const auto minutes = [&] { return std::chrono::duration<double>(Clock::now() - begin).count() / 60; };
   std::printf("minutes  worlds  memory MiB  files  threads\n");
@@ -223,11 +243,18 @@ int soak(Options options) {
   int64_t world = 0, wrong = 0;
   double shown = 0;
   for (; minutes() < options.minutes; ++world) {
-    store->set(c10::str("begin/", world), std::vector<uint8_t>{1});
-    const pid_t third = start(options, 2, world);
-    wrong += live(options, store, world) ? 0 : 1;
-    int status = 0;
-    ::waitpid(third, &status, 0);
+    {
+      const Store store =
+          new_store();  // each world has its own, which ends with it: what it holds is not kept
+      announce(*news, world, store->getPort());
+      const pid_t third = start(options, 2, world, store->getPort());
+      wrong += live(options, store, world) ? 0 : 1;
+      int status = 0;
+      ::waitpid(third, &status, 0);
+      news->get(left_key(world));
+    }
+    news->deleteKey(begin_key(world));
+    news->deleteKey(left_key(world));
     run(3, [&] {
       std::mt19937_64 common(static_cast<uint64_t>(world));
       work(common, options.directory + "/threads");
@@ -240,7 +267,7 @@ int soak(Options options) {
                 static_cast<long>(uses.back().threads));
     std::fflush(stdout);
   }
-  store->set(c10::str("begin/", world), std::vector<uint8_t>{0});
+  announce(*news, world, 0);
   int status = 0;
   ::waitpid(second, &status, 0);
   // What is made once has been made in the first third.
@@ -255,13 +282,13 @@ int soak(Options options) {
 }
 
 int be_rank(const Options& options) {
-  c10d::TCPStoreOptions how;
-  how.port = static_cast<uint16_t>(options.port);
-  const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", how);
-  if (options.rank == 2) return live(options, store, options.world) ? 0 : 1;
+  if (options.rank == 2) return live(options, store_at(options.port), options.world) ? 0 : 1;
+  const Store news = store_at(options.port);
   for (int64_t world = 0;; ++world) {
-    if (store->get(c10::str("begin/", world))[0] == 0) return 0;
-    if (!live(options, store, world)) return 1;
+    const int port = await_port(*news, world);
+    if (port == 0) return 0;
+    if (!live(options, store_at(port), world)) return 1;
+    news->set(left_key(world), std::vector<uint8_t>{1});
   }
 }
 
@@ -274,7 +301,7 @@ int main(int argc, char** argv) {
   app.add_option("--seed", options.seed, "Of what happens")->capture_default_str();
   app.add_option("--rank", options.rank, "This process is that rank")->group("");
   app.add_option("--world", options.world, "Of that world")->group("");
-  app.add_option("--port", options.port, "Of the store")->group("");
+  app.add_option("--port", options.port, "Of a store")->group("");
   app.add_option("--directory", options.directory, "Of checkpoints")->group("");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);

@@ -1,6 +1,7 @@
 """Pipelines from Python, against one device."""
 
 import copy
+import pathlib
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tessera.pipelining import (
     ScheduleInterleaved1F1B,
     get_schedule_class,
 )
+from test_processes import launch
 from torch import nn
 
 import tessera
@@ -275,3 +277,9 @@ def test_stages_return_tensors():
     stage = PipelineStage(Wrong(), mesh.get_local_rank(), 2, group=mesh)
     with pytest.raises((TypeError, RuntimeError), match="a tensor or a tuple of tensors, not dict"):
         ScheduleGPipe(stage, 2).eval(values(4, 6))
+
+
+def test_processes():
+    worker = pathlib.Path(__file__).with_name("pipelining_worker.py")
+    for output in launch(4, worker=worker):
+        assert output.strip().endswith("done")

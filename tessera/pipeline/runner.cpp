@@ -102,7 +102,8 @@ struct PipelineRunner::State {
     if (mesh.size() > 1) group = mesh.get_group();
     comm::agree("PipelineSchedule", group, [&] {
       check_stages();
-      return table.str();
+      return c10::str(table.name, " with ", table.ranks(), " ranks, ", table.stages(), " stages and ",
+                      table.microbatches, " micro-batches, table ", hash_of(table.str()));
     });
     for (const PipelineAction& action : table.actions[rank]) {
       if (action.kind == PipelineAction::Kind::backward) last_backward[action.stage] = action.microbatch;

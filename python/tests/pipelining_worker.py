@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 from ranks import values
-from test_pipelining import SCHEDULES, assert_gradients, make_schedule, make_stages, mse, one_device
 from tessera.parallel import replicate
 from tessera.pipelining import PipelineStage, ScheduleGPipe
+from test_pipelining import SCHEDULES, assert_gradients, make_schedule, make_stages, mse, one_device
 from torch import nn
 
 import tessera

@@ -98,8 +98,9 @@ TensorMetas from_bytes(std::string_view bytes, const DeviceMesh& pipeline) {
     const auto sizes = in.get_list();
     meta.sizes.assign(sizes.begin(), sizes.end());
     const std::string_view spec = in.get_text();
-    if (!spec.empty())
-      meta.spec = parse_spec(spec, mesh_of_stage(pipeline, parse_layout(spec).mesh_dim_names));
+    if (spec.empty()) continue;
+    meta.spec = parse_spec(spec, mesh_of_stage(pipeline, parse_layout(spec).mesh_dim_names));
+    in.check(meta.spec.dtype() == meta.dtype);
   }
   return metas;
 }

@@ -23,6 +23,9 @@
 #include <tessera/nn/members.h>
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
+#include <tessera/pipeline/microbatch.h>
+#include <tessera/pipeline/schedule.h>
+#include <tessera/pipeline/simulate.h>
 #include <tessera/placement/chunk.h>
 #include <tessera/placement/layout.h>
 #include <tessera/placement/placement.h>

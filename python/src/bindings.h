@@ -17,6 +17,7 @@ void bind_meshes(py::module_& module);
 void bind_dtensors(py::module_& module);
 void bind_functional(py::module_& module);
 void bind_parallel(py::module_& module);
+void bind_pipeline(py::module_& module);
 void bind_rules(py::module_& module);
 void bind_random(py::module_& module);
 void bind_checkpoint(py::module_& module);

@@ -57,6 +57,7 @@ PYBIND11_MODULE(_C, module) {
   bind_dtensors(module);
   bind_functional(module);
   bind_parallel(module);
+  bind_pipeline(module);
   bind_rules(module);
   bind_random(module);
   bind_checkpoint(module);

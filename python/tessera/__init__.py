@@ -29,6 +29,7 @@ from tessera import (
     debug,
     experimental,
     parallel,
+    pipelining,
     random,
     sharded,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "manual_seed",
     "ones",
     "parallel",
+    "pipelining",
     "rand",
     "randn",
     "random",

@@ -25,7 +25,14 @@ def test_there_are_examples():
 
 
 def test_everything_public_is_documented():
-    for module in (tessera, tessera.experimental, tessera.parallel, tessera.random, tessera.sharded):
+    for module in (
+        tessera,
+        tessera.experimental,
+        tessera.parallel,
+        tessera.pipelining,
+        tessera.random,
+        tessera.sharded,
+    ):
         assert module.__doc__
         for name in module.__all__:
             thing = getattr(module, name)

@@ -13,6 +13,8 @@
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/axis.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/pipeline/table.h>
+#include <tessera/pipeline/tensor_meta.h>
 #include <tessera/placement/text.h>
 #include <tessera/random/generator.h>
 #include <tessera/sharded/init.h>
@@ -248,6 +250,33 @@ void read_sharding_spec(std::string_view text) {
     } catch (const c10::Error&) {
     }
   }
+}
+
+void read_pipeline_action(std::string_view text) {
+  const PipelineAction action = PipelineAction::parse(text);
+  require(PipelineAction::parse(action.str()) == action, "an action is another one when printed");
+}
+
+/// The mesh of stages, of which tensors are on the other dims.
+DeviceMesh pipeline_mesh() {
+  return init_device_mesh(at::kCPU, {2, 2, 3}, {"pp", "dp", "tp"}, fake_world(7, 12))["pp"];
+}
+
+Lists tensor_metas() {
+  TensorMeta plain, distributed;
+  plain.sizes = {4, 6};
+  plain.requires_grad = true;
+  distributed.dtype = at::kBFloat16;
+  distributed.spec =
+      Spec(pipeline_mesh().root()[{"dp", "tp"}], {Shard(0), Partial()}, {5, 4}, std::nullopt, at::kBFloat16);
+  const DeviceMesh mesh = pipeline_mesh();
+  return {to_bytes({}, mesh, 0), to_bytes({plain}, mesh, 0), to_bytes({distributed, plain}, mesh, 1)};
+}
+
+void read_tensor_metas(std::string_view bytes) {
+  const DeviceMesh mesh = pipeline_mesh();
+  const TensorMetas metas = from_bytes(bytes, mesh);
+  require(from_bytes(to_bytes(metas, mesh, 0), mesh) == metas, "descriptions of tensors differ when written");
 }
 
 Lists offers() {
@@ -587,6 +616,8 @@ std::vector<Target> targets() {
       text_target("metadata", metadata, read_metadata),
       bytes_target("metadata_bytes", bytes_of<ShardedTensorMetadata>(metadata), read_metadata_bytes),
       text_target("sharding_spec", corpus("sharding_spec"), read_sharding_spec),
+      text_target("pipeline_action", corpus("pipeline_action"), read_pipeline_action),
+      bytes_target("tensor_metas", tensor_metas(), read_tensor_metas),
       bytes_target("offer", offers(), read_offer),
       bytes_target("state", states(), read_state),
       bytes_target("sharded_tensor", sharded_tensors(), read_sharded_tensor),

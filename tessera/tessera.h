@@ -15,6 +15,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/register.h>
+#include <tessera/dtensor/context_parallel.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/nn/distribute_module.h>

@@ -17,6 +17,10 @@ bool differ(Dtypes dtypes) {
 
 // Dtypes that the operators of a family may refuse.
 bool no_products(Dtypes dtypes) { return dtypes[0] == at::kBool || differ(dtypes); }
+bool no_grouped_product(Dtypes dtypes) {
+  return (dtypes[0] != at::kFloat && dtypes[0] != at::kBFloat16 && dtypes[0] != at::kHalf) ||
+         dtypes[1] != dtypes[0];
+}
 bool no_convolution(Dtypes dtypes) { return not_floating(dtypes) || differ(dtypes); }
 bool no_image(Dtypes dtypes) { return dtypes[0] != at::kByte && not_one_float(dtypes); }
 /// Small floats may have parameters of float32.
@@ -46,6 +50,7 @@ struct Family {
 const Family kFamilies[] = {
     {.name = "pointwise", .rules = pointwise_rules, .takes_slices = true},
     {.name = "matmul", .rules = matmul_rules, .takes_slices = true, .may_refuse_dtypes = no_products},
+    {.name = "grouped", .rules = grouped_rules, .may_refuse_dtypes = no_grouped_product},
     {.name = "reduce", .rules = reduce_rules},
     {.name = "normalize", .rules = normalize_rules, .may_refuse_dtypes = no_norm},
     {.name = "loss", .rules = loss_rules, .may_refuse_dtypes = not_one_float},

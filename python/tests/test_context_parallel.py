@@ -3,7 +3,6 @@
 import pytest
 import torch
 from ranks import on_ranks, values
-from tessera.debug import CommDebugMode
 from tessera.parallel import (
     ContextParallel,
     context_parallel,
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tessera import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from tessera.debug import CommDebugMode
 
 METHODS = ("allgather", "ulysses", "ring")
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from models import filled
 from ranks import on_ranks, values
-from tessera.debug import CommDebugMode
 from tessera.parallel import (
     ExpertParallel,
     all_to_all_single,
@@ -15,6 +14,7 @@ from tessera.parallel import (
 
 import tessera
 from tessera import DTensor, Shard, init_device_mesh
+from tessera.debug import CommDebugMode
 
 FAMILIES = {
     "Mixtral": {"num_local_experts": 8},

@@ -45,12 +45,14 @@ TEST(ContextParallelStyle, TrainsAsOnOneDevice) {
            {ContextMethod::allgather, ContextMethod::ulysses, ContextMethod::ring}) {
         for (const bool zigzag : {false, true}) {
           SelfAttention model, reference;
-          fill(*model);
-          fill(*reference);
+          for (SelfAttention* each : {&model, &reference}) {
+            (*each)->to(at::kDouble);
+            fill(**each);
+          }
           distribute_module(*model, mesh);
           parallelize_module(*model, mesh, ContextParallel({.method = method, .zigzag = zigzag}),
                              {.dim = "cp"});
-          const at::Tensor x = small({2, 13, 32});
+          const at::Tensor x = small({2, 13, 32}).to(at::kDouble);
           const at::Tensor expected = reference->forward(x);
           expected.square().sum().backward();
           Placements placements = replicated(mesh);

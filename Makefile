@@ -127,6 +127,7 @@ bench: build
 	@$(BUILD)/bench/bench_placement
 	@$(BUILD)/bench/bench_random
 	@$(BUILD)/bench/bench_sharded
+	@$(BUILD)/bench/bench_attention
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \

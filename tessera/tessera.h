@@ -15,7 +15,10 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/register.h>
+#include <tessera/dtensor/all_to_all.h>
+#include <tessera/dtensor/context_parallel.h>
 #include <tessera/dtensor/dtensor.h>
+#include <tessera/dtensor/local_map.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/nn/distribute_module.h>
 #include <tessera/nn/hooks.h>

@@ -36,6 +36,9 @@ py::tuple from_placements(c10::ArrayRef<Placement> placements);
 /// torch.device("cuda:1"), "cuda:1" or "cuda".
 at::DeviceType to_device_type(const std::string& text);
 
+/// A mesh dim, by position or by name.
+MeshDim to_mesh_dim(py::handle object);
+
 /// A torch.distributed.ProcessGroup.
 Group to_group(py::handle object);
 py::object from_group(const Group& group);

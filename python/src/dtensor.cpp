@@ -1,6 +1,8 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dispatch/guards.h>
+#include <tessera/dtensor/all_to_all.h>
+#include <tessera/dtensor/context_parallel.h>
 #include <tessera/error.h>
 
 #include <map>
@@ -74,6 +76,7 @@ class Scope {
 };
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
 using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication, bool>;
+using ContextScope = Scope<ContextParallelGuard, ContextParallelOptions>;
 
 /// Copies of distributed tensors that share memory, and are views, as those do that they are copies of.
 class Copies {
@@ -121,6 +124,39 @@ ImplicitCommunication to_mode(const std::string& name) {
                       "implicit_communication: the mode is \"allowed\", \"warned\" or \"forbidden\", got \"",
                       name, "\".");
   return ImplicitCommunication::forbidden;
+}
+
+void bind_sequences(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<ContextScope>(module, "ContextParallelScope")
+      .def(py::init([](const std::string& method, bool zigzag) {
+             return ContextScope(ContextParallelOptions{context_method(method), zigzag});
+           }),
+           py::arg("method"), py::arg("zigzag"))
+      .def("enter", &ContextScope::enter)
+      .def("exit", &ContextScope::exit);
+  module.def("zigzag_order", &zigzag_order, py::arg("length"), py::arg("ranks"));
+  module.def("to_zigzag", &to_zigzag, py::arg("tensor"), py::arg("dim"), py::arg("ranks"), Release());
+  module.def("from_zigzag", &from_zigzag, py::arg("tensor"), py::arg("dim"), py::arg("ranks"), Release());
+  module.def(
+      "all_to_all_single",
+      [](const at::Tensor& input, std::vector<int64_t> output_split_sizes,
+         std::vector<int64_t> input_split_sizes, const DeviceMesh& mesh, py::handle dim) {
+        const MeshDim along = to_mesh_dim(dim);
+        const py::gil_scoped_release release;
+        return all_to_all_single(input, std::move(output_split_sizes), std::move(input_split_sizes), mesh,
+                                 along);
+      },
+      py::arg("input"), py::arg("output_split_sizes"), py::arg("input_split_sizes"), py::arg("mesh"),
+      py::arg("dim"));
+  module.def(
+      "exchange_sizes",
+      [](const std::vector<int64_t>& sizes, const DeviceMesh& mesh, py::handle dim) {
+        const MeshDim along = to_mesh_dim(dim);
+        const py::gil_scoped_release release;
+        return exchange_sizes(sizes, mesh, along);
+      },
+      py::arg("sizes"), py::arg("mesh"), py::arg("dim"));
 }
 
 }  // namespace
@@ -203,6 +239,7 @@ void bind_dtensors(py::module_& module) {
   py::class_<Copies>(module, "Copies")
       .def(py::init<>())
       .def("copy", &Copies::copy, py::arg("tensor"), Release());
+  bind_sequences(module);
   py::class_<ReplicationScope>(module, "ImplicitReplicationScope")
       .def(py::init<>())
       .def("enter", &ReplicationScope::enter)

@@ -12,14 +12,14 @@
 
 namespace tessera::python {
 
-namespace {
-
-using Names = DeviceMesh::Names;
-
 MeshDim to_mesh_dim(py::handle object) {
   if (py::isinstance<py::str>(object)) return object.cast<std::string>();
   return object.cast<int64_t>();
 }
+
+namespace {
+
+using Names = DeviceMesh::Names;
 
 std::optional<MeshDim> to_optional_mesh_dim(py::handle object) {
   return object.is_none() ? std::nullopt : std::optional<MeshDim>(to_mesh_dim(object));

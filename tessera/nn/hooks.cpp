@@ -198,6 +198,10 @@ void add_hooks(torch::nn::Module& module, TensorsHook inputs, TensorsHook output
   }
 }
 
+void add_scope(torch::nn::Module& module, ScopeHook scope) {
+  attachment(module).hooks.scopes.push_back(std::move(scope));
+}
+
 const ModuleHooks* hooks_of_calls(const torch::nn::Module& module) {
   const Attachment* known = find_attachment(module);
   return known ? &known->hooks : nullptr;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -26,12 +27,19 @@ namespace tessera {
 /// Changes the tensors that a module was called with, or those that it returns.
 using TensorsHook = std::function<void(std::vector<at::Tensor>&)>;
 
+/// Makes something that lives while a module computes.
+using ScopeHook = std::function<std::shared_ptr<void>()>;
+
 struct ModuleHooks {
   std::vector<TensorsHook> inputs, outputs;  // called in this order
+  std::vector<ScopeHook> scopes;             // around both, the first one outermost
 };
 
 /// Adds hooks, either of which may be null, to those that the module has.
 TESSERA_API void add_hooks(torch::nn::Module& module, TensorsHook inputs, TensorsHook outputs);
+
+/// Adds a scope around what `call` does with the module.
+TESSERA_API void add_scope(torch::nn::Module& module, ScopeHook scope);
 
 /// The hooks that `call` calls, or null if it has none to call.
 TESSERA_API const ModuleHooks* hooks_of_calls(const torch::nn::Module& module);
@@ -44,6 +52,22 @@ struct WeightHooks {
 };
 
 namespace detail {
+
+/// Scopes that end in the reverse order.
+class Scopes {
+ public:
+  explicit Scopes(const std::vector<ScopeHook>& hooks) {
+    for (const ScopeHook& hook : hooks) entered_.push_back(hook());
+  }
+  ~Scopes() {
+    while (!entered_.empty()) entered_.pop_back();
+  }
+  Scopes(const Scopes&) = delete;
+  Scopes& operator=(const Scopes&) = delete;
+
+ private:
+  std::vector<std::shared_ptr<void>> entered_;
+};
 
 /// Runs `hooks` over those of `values` that are tensors.
 template <class... Values>
@@ -70,6 +94,7 @@ template <class Holder, class... Arguments>
 auto call(Holder&& module, Arguments&&... arguments) {
   const ModuleHooks* hooks = hooks_of_calls(*module);
   if (!hooks) return module->forward(std::forward<Arguments>(arguments)...);
+  const detail::Scopes scopes(hooks->scopes);
   std::tuple<std::remove_cvref_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
   std::apply([&](auto&... each) { detail::apply_hooks(hooks->inputs, each...); }, values);
   auto result = std::apply([&](auto&... each) { return module->forward(each...); }, values);

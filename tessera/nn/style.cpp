@@ -220,6 +220,21 @@ SequenceParallel::SequenceParallel(SequenceParallelOptions options)
         add_hooks(module, shard_input, to_local);
       }) {}
 
+ContextParallel::ContextParallel(ContextParallelStyleOptions options)
+    : ParallelStyle([options](Module& module, const ParallelDim& where) {
+        const Placement sequence = Shard(options.sequence_dim);
+        const std::string what = "the input of ContextParallel on " + module.name();
+        const TensorsHook shard_input = [=](std::vector<at::Tensor>& tensors) {
+          tensors.at(0) =
+              prepare_activation(tensors.at(0), where, {.if_plain = sequence, .desired = sequence}, what);
+        };
+        add_hooks(module, shard_input, {});
+        add_scope(module, [options] {
+          return std::make_shared<ContextParallelGuard>(
+              ContextParallelOptions{options.method, options.zigzag});
+        });
+      }) {}
+
 PrepareModuleInput::PrepareModuleInput(PrepareInputOptions options)
     : ParallelStyle([options](Module& module, const ParallelDim& where) {
         add_hooks(module,

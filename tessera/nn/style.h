@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dtensor/context_parallel.h>
 #include <tessera/export.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/nn/activation.h>
@@ -85,6 +86,21 @@ struct SequenceParallelOptions {
 class TESSERA_API SequenceParallel : public ParallelStyle {
  public:
   explicit SequenceParallel(SequenceParallelOptions options = {});
+};
+
+struct ContextParallelStyleOptions {
+  /// How attention is computed; see ContextParallelOptions.
+  ContextMethod method = ContextMethod::ring;
+  bool zigzag = false;
+  /// Of the module's first input.
+  int64_t sequence_dim = 1;
+};
+
+/// Shards what a module is called with along its sequence, and computes the attention in it so: see hooks.h for
+/// when this is done. It may be a layer of attention, or a whole model. Parameters are left alone; replicate them.
+class TESSERA_API ContextParallel : public ParallelStyle {
+ public:
+  explicit ContextParallel(ContextParallelStyleOptions options = {});
 };
 
 /// Of each tensor that a module is called with, or returns; none for one that is left alone, or is not

@@ -2,6 +2,7 @@
 #include <tessera/dispatch/guards.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
+#include <tessera/ops/composites.h>
 
 #include <optional>
 #include <tuple>
@@ -40,8 +41,8 @@ at::Tensor replicate(const at::Tensor& plain, const DeviceMesh& mesh) {
   return DTensor::from_local(plain, mesh, replicated(mesh));
 }
 
-/// The composition of libtorch, in which the plain tensors that it makes are the same on all ranks. Those
-/// that the caller gives are not taken to be.
+}  // namespace
+
 void compose(const c10::OperatorHandle& op, Stack* stack) {
   std::optional<DeviceMesh> mesh;
   bool all_distributed = true;
@@ -64,6 +65,8 @@ void compose(const c10::OperatorHandle& op, Stack* stack) {
       value = replicate(value.toTensor(), *mesh);
   }
 }
+
+namespace {
 
 /// By view, whose sizes are global; libtorch's way is to say the strides too, which no rank's memory has.
 at::Tensor reshape(const at::Tensor& self, c10::SymIntArrayRef sizes) {
@@ -193,12 +196,11 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
 
 void register_composites(torch::Library& library) {
   library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
-  for (const char* name :
-       {"_scaled_dot_product_attention_math", "combinations", "ctc_loss.IntList", "istft",
-        "linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float",
-        "linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.tol_tensor", "nanquantile",
-        "nanquantile.scalar", "quantile", "quantile.scalar", "scaled_dot_product_attention", "trapezoid.dx",
-        "trapezoid.x", "trapz.dx", "trapz.x"}) {
+  for (const char* name : {"_scaled_dot_product_attention_math", "combinations", "ctc_loss.IntList", "istft",
+                           "linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float",
+                           "linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.tol_tensor",
+                           "nanquantile", "nanquantile.scalar", "quantile", "quantile.scalar", "trapezoid.dx",
+                           "trapezoid.x", "trapz.dx", "trapz.x"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compose>());
   }
   library.impl("ctc_loss.Tensor", ctc_loss);

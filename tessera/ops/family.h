@@ -23,6 +23,7 @@ using Table = std::vector<Entry>;
 
 Table pointwise_rules();
 Table matmul_rules();
+Table grouped_rules();
 Table reduce_rules();
 Table view_rules();
 Table factory_rules();

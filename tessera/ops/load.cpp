@@ -17,10 +17,14 @@ bool differ(Dtypes dtypes) {
 
 // Dtypes that the operators of a family may refuse.
 bool no_products(Dtypes dtypes) { return dtypes[0] == at::kBool || differ(dtypes); }
+bool no_grouped_product(Dtypes dtypes) {
+  return (dtypes[0] != at::kFloat && dtypes[0] != at::kBFloat16 && dtypes[0] != at::kHalf) ||
+         dtypes[1] != dtypes[0];
+}
 bool no_convolution(Dtypes dtypes) { return not_floating(dtypes) || differ(dtypes); }
 bool no_image(Dtypes dtypes) { return dtypes[0] != at::kByte && not_one_float(dtypes); }
-/// Small floats may have parameters of float32.
-bool no_norm(Dtypes dtypes) {
+/// Small floats may have parameters of float32, or sums.
+bool no_float_beside(Dtypes dtypes) {
   const bool takes_float = at::isReducedFloatingType(dtypes[0]);
   return not_floating(dtypes) || std::any_of(dtypes.begin(), dtypes.end(), [&](at::ScalarType each) {
            return each != dtypes[0] && !(takes_float && each == at::kFloat);
@@ -46,11 +50,12 @@ struct Family {
 const Family kFamilies[] = {
     {.name = "pointwise", .rules = pointwise_rules, .takes_slices = true},
     {.name = "matmul", .rules = matmul_rules, .takes_slices = true, .may_refuse_dtypes = no_products},
+    {.name = "grouped", .rules = grouped_rules, .may_refuse_dtypes = no_grouped_product},
     {.name = "reduce", .rules = reduce_rules},
-    {.name = "normalize", .rules = normalize_rules, .may_refuse_dtypes = no_norm},
+    {.name = "normalize", .rules = normalize_rules, .may_refuse_dtypes = no_float_beside},
     {.name = "loss", .rules = loss_rules, .may_refuse_dtypes = not_one_float},
     {.name = "embedding", .rules = embedding_rules},
-    {.name = "attention", .rules = attention_rules, .may_refuse_dtypes = not_one_float},
+    {.name = "attention", .rules = attention_rules, .may_refuse_dtypes = no_float_beside},
     {.name = "convolution",
      .rules = convolution_rules,
      .keeps_memory_format = true,

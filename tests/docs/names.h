@@ -30,6 +30,10 @@ extern at::Tensor weight, indices;
 extern ChunkShardingSpec rows, columns;
 }  // namespace page_sharded
 
+namespace page_parallel {
+extern at::Tensor q, k, v;
+}  // namespace page_parallel
+
 namespace page_checkpoint {
 extern at::Tensor weight;
 extern torch::optim::Adam optimizer;

@@ -8,6 +8,8 @@ The model's code stays as it is: hooks on its submodules make distributed tensor
 """
 
 from tessera.parallel.api import parallelize_module
+from tessera.parallel.context import ContextParallel, context_parallel, from_zigzag, to_zigzag, zigzag_order
+from tessera.parallel.experts import ExpertParallel, all_to_all_single, exchange_sizes
 from tessera.parallel.input_reshard import input_reshard
 from tessera.parallel.loss import loss_parallel
 from tessera.parallel.pretrained import from_pretrained, save_pretrained
@@ -24,6 +26,8 @@ from tessera.parallel.style import (
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
+    "ExpertParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -31,10 +35,16 @@ __all__ = [
     "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "all_to_all_single",
+    "context_parallel",
+    "exchange_sizes",
     "from_pretrained",
+    "from_zigzag",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",
     "replicate",
     "save_pretrained",
+    "to_zigzag",
+    "zigzag_order",
 ]

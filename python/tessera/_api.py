@@ -246,9 +246,9 @@ def _make(
     device_mesh: DeviceMesh | None,
     placements: Placements | None,
     device: torch.device | str | None,
-    *value: torch.Tensor,
+    fill_value: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a factory of ``_C`` makes. ``value``: a scalar tensor, if it fills what it makes."""
+    """What a factory of ``_C`` makes. ``fill_value``: for one that fills what it makes."""
     mesh = _mesh(device_mesh)
     dtype = dtype or torch.get_default_dtype()
     kind = torch.get_default_device().type if device is None else torch.device(device).type
@@ -261,6 +261,7 @@ def _make(
         raise ValueError(
             f"The tensors of {mesh} lie on its own devices or, without memory, on meta; got device={str(device)!r}."
         )
+    value = () if fill_value is None else (torch.as_tensor(fill_value, device="cpu"),)
     return function(_size(size), mesh, _placements(placements, mesh), dtype, layout, requires_grad, *value)
 
 
@@ -308,17 +309,7 @@ def zeros(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of zeros, of which each rank allocates only its part."""
-    return _make(
-        _C.full,
-        size,
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        device,
-        torch.tensor(0, device="cpu"),
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, device, 0)
 
 
 def ones(
@@ -331,17 +322,7 @@ def ones(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of ones, of which each rank allocates only its part."""
-    return _make(
-        _C.full,
-        size,
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        device,
-        torch.tensor(1, device="cpu"),
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, device, 1)
 
 
 def rand(

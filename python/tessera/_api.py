@@ -1,6 +1,7 @@
 """DTensor, and the functions that make one."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         """As torch's libraries call it: ``DTensor(local_tensor, spec, requires_grad=...)`` with a ``_spec``."""
         if len(args) == 2 and hasattr(args[1], "tensor_meta") and kwargs.keys() <= {"requires_grad"}:
             local, spec = args
+            if local.requires_grad and not kwargs.get("requires_grad", False):
+                warnings.warn(
+                    "To construct a DTensor whose gradients do not go back to the local tensor, give it local_tensor.detach(); to let them "
+                    "go back, use DTensor.from_local.",
+                    stacklevel=2,
+                )
             made = _C.from_local(
                 local.detach(), spec.mesh, spec.placements, False, spec.shape, spec.stride, None
             )
@@ -74,7 +81,9 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         mesh = _mesh(device_mesh)
         placed = _placements(placements, mesh)
         if stride is not None and shape is None:
-            raise ValueError("from_local: stride was given, but shape was not; give both.")
+            raise RuntimeError(
+                "from_local: got a stride, but no shape. Please pass both shape and stride at the same time."
+            )
         return _functorch.from_local(
             _functional.waited(local_tensor), mesh, placed, run_check, shape, stride, grad_placements
         )
@@ -105,8 +114,11 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         ``grad_placements``: how the gradient that comes back is placed; by default as the tensor, with Partial as Replicate. That of a
         parameter counts as one.
         """
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        if not is_parameter and not torch.is_grad_enabled() and not _functorch.is_transformed():
+            return _C.local_tensor(self)
         local = _functorch.to_local(self, grad_placements)
-        if isinstance(self, torch.nn.Parameter):
+        if is_parameter:
             local._is_param = True
         return local
 

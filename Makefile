@@ -6,7 +6,7 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel bench build lint tidy format docs install \
   asan ubsan tsan clean
 
 SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
@@ -34,6 +34,7 @@ help:
 	@echo 'make bench     build, then run the benchmarks'
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
+	@echo 'make from-torch  build, then write docs/from_torch.md: what torch.distributed.tensor does otherwise'
 	@echo 'make lint      check formatting, Python (ruff), scripts and the order of the layers'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
@@ -139,6 +140,9 @@ bench: build
 	  .venv/bin/python bench/checkpoint.py --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt; fi
 	@$(BUILD)/bench/bench_checkpoint --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt
 	@$(BUILD)/bench/bench_collectives
+
+from-torch: build
+	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/from_torch.py --output docs/from_torch.md
 
 operators: build
 	@$(BUILD)/tests/list_operators >docs/operators.md

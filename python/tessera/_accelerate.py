@@ -1,5 +1,6 @@
-"""The state of accelerate, which it has once for the process: one for each rank that is a thread."""
+"""What accelerate has to know: ranks that are threads have a state each, and processes on CPUs may share one model."""
 
+import functools
 import threading
 from types import ModuleType
 from typing import Any
@@ -25,3 +26,18 @@ def teach(state: ModuleType) -> None:
     for name in ("PartialState", "AcceleratorState", "GradientState"):
         kind: Any = getattr(state, name)
         kind._shared_state = _OfRank(kind._shared_state)
+
+
+def teach_parallelism(config: ModuleType) -> None:
+    """Tensor parallelism among processes on CPUs, which it knows of GPUs only, for want of backends."""
+    kind: Any = config.ParallelismConfig
+    original = kind._validate_accelerator
+
+    @functools.wraps(original)
+    def _validate_accelerator(self: Any, accelerator: Any) -> None:
+        on_cpus = accelerator.distributed_type == config.DistributedType.MULTI_CPU
+        if on_cpus and self.tp_size > 1 and self.total_size == self.tp_size == accelerator.num_processes:
+            return
+        original(self, accelerator)
+
+    kind._validate_accelerator = _validate_accelerator

@@ -1,6 +1,7 @@
 """DTensor, and the functions that make one."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         """As torch's libraries call it: ``DTensor(local_tensor, spec, requires_grad=...)`` with a ``_spec``."""
         if len(args) == 2 and hasattr(args[1], "tensor_meta") and kwargs.keys() <= {"requires_grad"}:
             local, spec = args
+            if local.requires_grad and not kwargs.get("requires_grad", False):
+                warnings.warn(
+                    "To construct a DTensor whose gradients do not go back to the local tensor, give it local_tensor.detach(); to let them "
+                    "go back, use DTensor.from_local.",
+                    stacklevel=2,
+                )
             made = _C.from_local(
                 local.detach(), spec.mesh, spec.placements, False, spec.shape, spec.stride, None
             )
@@ -74,7 +81,9 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         mesh = _mesh(device_mesh)
         placed = _placements(placements, mesh)
         if stride is not None and shape is None:
-            raise ValueError("from_local: stride was given, but shape was not; give both.")
+            raise RuntimeError(
+                "from_local: got a stride, but no shape. Please pass both shape and stride at the same time."
+            )
         return _functorch.from_local(
             _functional.waited(local_tensor), mesh, placed, run_check, shape, stride, grad_placements
         )
@@ -105,8 +114,11 @@ class DTensor(torch.Tensor, metaclass=_DTensorType):
         ``grad_placements``: how the gradient that comes back is placed; by default as the tensor, with Partial as Replicate. That of a
         parameter counts as one.
         """
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        if not is_parameter and not torch.is_grad_enabled() and not _functorch.is_transformed():
+            return _C.local_tensor(self)
         local = _functorch.to_local(self, grad_placements)
-        if isinstance(self, torch.nn.Parameter):
+        if is_parameter:
             local._is_param = True
         return local
 
@@ -246,9 +258,9 @@ def _make(
     device_mesh: DeviceMesh | None,
     placements: Placements | None,
     device: torch.device | str | None,
-    *value: torch.Tensor,
+    fill_value: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a factory of ``_C`` makes. ``value``: a scalar tensor, if it fills what it makes."""
+    """What a factory of ``_C`` makes. ``fill_value``: for one that fills what it makes."""
     mesh = _mesh(device_mesh)
     dtype = dtype or torch.get_default_dtype()
     kind = torch.get_default_device().type if device is None else torch.device(device).type
@@ -261,6 +273,7 @@ def _make(
         raise ValueError(
             f"The tensors of {mesh} lie on its own devices or, without memory, on meta; got device={str(device)!r}."
         )
+    value = () if fill_value is None else (torch.as_tensor(fill_value, device="cpu"),)
     return function(_size(size), mesh, _placements(placements, mesh), dtype, layout, requires_grad, *value)
 
 
@@ -308,17 +321,7 @@ def zeros(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of zeros, of which each rank allocates only its part."""
-    return _make(
-        _C.full,
-        size,
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        device,
-        torch.tensor(0, device="cpu"),
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, device, 0)
 
 
 def ones(
@@ -331,17 +334,7 @@ def ones(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A tensor of ones, of which each rank allocates only its part."""
-    return _make(
-        _C.full,
-        size,
-        dtype,
-        layout,
-        requires_grad,
-        device_mesh,
-        placements,
-        device,
-        torch.tensor(1, device="cpu"),
-    )
+    return _make(_C.full, size, dtype, layout, requires_grad, device_mesh, placements, device, 1)
 
 
 def rand(

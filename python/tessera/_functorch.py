@@ -15,12 +15,18 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from tessera import _C
 from tessera._C import DeviceMesh, Placement, Replicate
 
 Placements = Sequence[Placement]
+
+
+def is_transformed() -> bool:
+    """Whether tensors may have tangents, or be inside of wrappers."""
+    return maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:

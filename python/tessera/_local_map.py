@@ -74,14 +74,15 @@ def local_map(
             return argument
         if in_placements is not None:
             if wanted is None:
-                raise ValueError(
-                    f"local_map({name}): argument {index} is distributed, but in_placements has None for it."
+                raise AssertionError(
+                    f"local_map({name}): argument {index} is distributed, so that local_map expects placements for it, but in_placements has "
+                    "None."
                 )
             if argument.placements != tuple(wanted):
                 if not redistribute_inputs:
                     raise ValueError(
                         f"local_map({name}): argument {index} is placed {argument.placements}, but in_placements says {tuple(wanted)}. "
-                        "Redistribute it, or pass redistribute_inputs=True."
+                        "Redistribute it, or set redistribute_inputs=True."
                     )
                 argument = argument.redistribute(placements=wanted)
         return argument.to_local(grad_placements=grad)

@@ -199,6 +199,7 @@ def install() -> None:
     _replace("__array__", _refuse_numpy)
     _functorch.install()
     _when_imported("accelerate.state", _accelerate.teach)
+    _when_imported("accelerate.parallelism_config", _accelerate.teach_parallelism)
     _when_imported("torch._dynamo.convert_frame", _dynamo.teach_frames)
     _when_imported("torch._dynamo.variables.builder", _dynamo.teach_builder)
     _when_imported("torch.distributed._functional_collectives", _functional.teach)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tessera import _C
-from tessera._C import DeviceMesh, Placement, Shard, _StridedShard
+from tessera._C import DeviceMesh, Partial, Placement, Shard, _StridedShard
 
 
 def compute_local_shape_and_global_offset(
@@ -85,7 +85,21 @@ def _get_shard_pad_size(full_size: int, local_tensor: torch.Tensor, dim: int) ->
     return full_size - local_tensor.size(dim)
 
 
+def _get_root_mesh_dim(self: DeviceMesh) -> int | None:
+    """Which dim of its root a slice of one dim is; None for the root itself."""
+    root = self._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    is_slice = self.ndim == 1 and self != root and self.mesh_dim_names is not None
+    return names.index(self.mesh_dim_names[0]) if is_slice and self.mesh_dim_names[0] in names else None  # type: ignore[index]
+
+
 def install() -> None:
+    Partial.ALL_REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+    Partial.LINEAR_REDUCE_OPS = ("sum", "avg")
+    DeviceMesh._get_root_mesh_dim = _get_root_mesh_dim  # type: ignore[method-assign]
+    DeviceMesh._dim_group_names = property(  # type: ignore[assignment,method-assign]
+        lambda self: [group.group_name for group in self.get_all_groups()]
+    )
     for placement in (Shard, _StridedShard):
         placement._split_tensor = _split_tensor  # type: ignore[method-assign]
     Shard.local_shard_size_and_offset = staticmethod(_local_shard_size_and_offset)  # type: ignore[method-assign]

@@ -206,6 +206,8 @@ def test_local_map():
     )
     with pytest.raises(ValueError, match="out_placements has 2 entries"):
         local_map(torch.mm, ([Partial()], [Partial()]))(x, y)
+    with pytest.raises(AssertionError, match="expects placements"):
+        local_map(torch.mm, [Partial()], ([Shard(1)], None))(x, y)
 
 
 @on_ranks()

@@ -35,6 +35,7 @@ FAMILIES = {
     "Phi3": {},  # fused projections
     "GPTNeoX": {},  # biases
     "Glm4": {"head_dim": 8},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # convolutions beside attention
     "Mixtral": {"num_local_experts": 4, **EXPERTS},
     "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
     "Olmoe": {"num_experts": 4, **EXPERTS},

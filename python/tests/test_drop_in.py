@@ -181,6 +181,15 @@ for weights_only in (True, False):
     assert x.requires_grad and x.local_tensor.shape == (3, 5) and x.to_local() is x.local_tensor
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    # Pickles import what they need. torch loads only what it knows unless it is told: it then says what to import.
+    script = f"""
+import pickle, torch
+assert torch.load({str(file)!r}, weights_only=False)["x"].to_local().shape == (3, 5)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    script = f"import torch; torch.load({str(file)!r}, weights_only=True)"
+    refused = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0 and "tessera._rebuild" in refused.stderr
     buffer = io.BytesIO(pickle.dumps(init_device_mesh))
     assert pickle.load(buffer) is init_device_mesh
 
@@ -309,3 +318,25 @@ def test_index_put_of_sums():
             torch.index_put(sharded, [torch.tensor(3)], torch.tensor(5.0)),
             torch.index_put(x, [torch.tensor(3)], torch.tensor(5.0)),
         )
+
+
+@on_ranks(2)
+def test_to_local_without_gradients_is_the_local_tensor():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(values(4, 3), mesh, [Shard(0)]).requires_grad_()
+    with torch.no_grad():
+        local = x.to_local()
+        assert local is x._local_tensor and not local.requires_grad
+    assert x.to_local() is not local and x.to_local().requires_grad
+
+
+@on_ranks(1)  # as warnings are caught for the process
+def test_what_the_constructor_and_from_local_ask_for():
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(values(4, 3), mesh, [Shard(0)])
+    local = values(4, 3).requires_grad_()
+    with pytest.warns(UserWarning, match="To construct"):
+        made = DTensor(local, x._spec, requires_grad=False)
+    assert made.placements == (Shard(0),) and not made.requires_grad
+    with pytest.raises(RuntimeError, match="Please pass both shape and stride at the same time."):
+        DTensor.from_local(local, mesh, [Shard(0)], stride=(3, 1))

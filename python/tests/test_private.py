@@ -11,7 +11,7 @@ from torch.distributed import tensor as reference
 from torch.distributed.tensor import placement_types as reference_types
 
 import tessera
-from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_tensor
+from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_tensor, init_device_mesh
 
 
 @on_ranks()
@@ -95,3 +95,15 @@ def test_a_strided_shard_is_no_shard():
     assert not strided.is_shard() and not strided.is_shard(0) and not isinstance(strided, Shard)
     assert Shard(0).is_shard() and Shard(0).is_shard(0) and not Shard(0).is_shard(1)
     assert Partial("prod") == Partial("product")
+
+
+@on_ranks()
+def test_what_torch_has_of_meshes_and_partial_besides():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert mesh["dp"]._get_root_mesh_dim() == 0 and mesh["tp"]._get_root_mesh_dim() == 1
+    assert mesh._get_root_mesh_dim() is None and init_device_mesh("cpu", (4,))._get_root_mesh_dim() is None
+    assert mesh._dim_group_names == [mesh.get_group(name).group_name for name in ("dp", "tp")]
+    assert mesh["tp"]._dim_group_names == mesh._dim_group_names[1:]
+    for op in Partial.ALL_REDUCE_OPS:
+        assert Partial(op).is_partial()
+    assert set(Partial.LINEAR_REDUCE_OPS) < set(Partial.ALL_REDUCE_OPS)

@@ -357,6 +357,14 @@ def check_plain_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     first = model.register_forward_pre_hook(before_forward)
 
 
+def tell_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let its Trainer, and accelerate, know that these processes share one model: they then give them the same batches, and do not
+    wrap it for data parallelism. Of ranks that are threads they see one process, which has all of the model.
+    """
+    if hasattr(model, "_tp_size") and not _C.is_rank_thread():
+        model._tp_size = mesh.size()  # type: ignore[assignment]
+
+
 def _unknown(style: str, where: str) -> str:
     return (
         f"parallelize_module: the model's plan has '{style}' for {where}, which means nothing here. Known are "

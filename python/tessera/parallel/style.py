@@ -267,7 +267,7 @@ class PrepareModuleInput(_PrepareModule):
             if self.input_layouts is not None and self.desired_input_layouts is not None:
                 if len(args) != len(self.input_layouts):
                     raise ValueError(
-                        f"PrepareModuleInput: {type(each).__name__} was called with {len(args)} positional arguments, but input_layouts has "
+                        f"PrepareModuleInput: module inputs and input_layouts should have same length! {type(each).__name__} was called with {len(args)} positional arguments, but input_layouts has "
                         f"{len(self.input_layouts)} entries; use None for arguments to leave alone, and input_kwarg_layouts for those by name."
                     )
                 args = tuple(
@@ -319,7 +319,7 @@ class PrepareModuleOutput(_PrepareModule):
             values = outputs if isinstance(outputs, tuple) else (outputs,)
             if len(values) != len(self.output_layouts):
                 raise ValueError(
-                    f"PrepareModuleOutput: {type(each).__name__} returned {len(values)} values, but output_layouts has "
+                    f"PrepareModuleOutput: module outputs and output_layouts should have same length! {type(each).__name__} returned {len(values)} values, but output_layouts has "
                     f"{len(self.output_layouts)} entries; use None for values to leave alone."
                 )
             prepared = tuple(
@@ -415,6 +415,6 @@ def _check_lengths(
     who: str, one: tuple[Any, ...], other: tuple[Any, ...], name: str, other_name: str
 ) -> None:
     if len(one) != len(other):
-        raise ValueError(
-            f"{who}: {name} has {len(one)} entries, but {other_name} has {len(other)}; they must be as many."
+        raise AssertionError(
+            f"{who}: {name} and {other_name} should have same length! {name} has {len(one)} entries, but {other_name} has {len(other)}."
         )

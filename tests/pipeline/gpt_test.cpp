@@ -163,12 +163,11 @@ void compare_data_parallel(const DeviceMesh& mesh, int64_t batch) {
     const std::string what = c10::str(" of ", how.name, " with a batch of ", batch);
     Pipeline pipeline(how, mesh["pp"], 4, [&](gpt::Stage& stage) { replicate(*stage, mesh["dp"]); });
     const at::Tensor text = distribute_tensor(text_of(batch), mesh["dp"], {Shard(0)}, std::nullopt);
+    const int64_t losses = is_last ? 4 * reductions_of_a_loss(mesh["dp"]) : 0;
     CommDebugMode counts;
     const PipelineResult result = pipeline.schedule.step(inputs_of(text), targets_of(text));
-    if (!is_last || batch % 8 == 0) {
-      const int64_t losses = is_last ? 4 * reductions_of_a_loss(mesh["dp"]) : 0;
+    if (!is_last || batch % 8 == 0)
       EXPECT_EQ(counts.calls("all_reduce"), how.stages_per_rank + losses) << counts << what;
-    }
     expect_loss(result, is_last, reference.loss, 4, what);
     for (const gpt::Stage& module : pipeline.modules) {
       for (const at::Tensor& parameter : module->parameters())

@@ -444,7 +444,7 @@ TEST(ContextParallel, RingNeedsMemoryOfShardsOnly) {
   constexpr int64_t kWorkspace = 2 << 20;                             // of libtorch's kernel
   for (const int64_t ranks : {2, 4, 8}) {
     const int64_t peak = peak_of(ContextMethod::ring, ranks, kLength);
-    EXPECT_LE(peak, (3 + 2 * 7) * kQueries / ranks + kWorkspace) << ranks;
+    EXPECT_LE(peak, (4 + 2 * 7) * kQueries / ranks + kWorkspace) << ranks;
     EXPECT_GE(peak, 3 * kQueries / ranks) << ranks;  // or it was not counted
     // Half the sequence needs half of it.
     EXPECT_NEAR(double(peak_of(ContextMethod::ring, ranks, kLength / 2)), double(peak) / 2, kWorkspace)

@@ -88,6 +88,7 @@ class ExpertParallel(_LocalParameters):
     def forward(
         self, module: nn.Module, call: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any
     ) -> Any:
+        """What the module returns for this rank's tokens."""
         given, indices, scores = (*args, *kwargs.values())
         hidden, chosen, weights = (each.flatten(0, -2) for each in (given, indices, scores))
         here = int(module.num_experts)  # type: ignore[arg-type]

@@ -1001,3 +1001,37 @@ def test_torch_func_says_what_it_cannot():
         torch.func.vjp(lambda t: t.placements, values(3))
     with pytest.raises(RuntimeError, match="distributed already"):
         torch.func.vjp(lambda t: DTensor.from_local(t, mesh, [Replicate()]), x)
+
+
+@on_ranks()
+def test_what_is_repeated_no_times_has_a_distributed_gradient():
+    for mesh in meshes():
+        x = tessera.distribute_tensor(values(4, 6), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+        x.tile(0, 2).sum().backward()
+        assert isinstance(x.grad, DTensor)
+        assert_full(x.grad, torch.zeros(4, 6))
+
+
+@on_ranks()
+def test_local_tensors_that_are_conjugated_or_negated_lazily():
+    """The memory of a local tensor holds its values: a DTensor does not say that it does not."""
+    full = torch.complex(values(4, 6), values(4, 6).t().reshape(4, 6))
+    for mesh in meshes():
+        conjugated = DTensor.from_local(full.conj(), mesh, [Replicate()] * mesh.ndim)
+        assert_full(torch.isreal(conjugated), torch.isreal(full))
+        assert_full(torch.view_as_real(conjugated), torch.view_as_real(full.conj().resolve_conj()))
+        negated = DTensor.from_local(full.conj().imag, mesh, [Replicate()] * mesh.ndim)
+        assert_full(negated * 2, full.imag * -2)
+
+
+@pytest.mark.parametrize("name", ["nextafter_", "copysign_"])
+@on_ranks()
+def test_gradients_of_what_is_combined_in_place_are_distributed(name):
+    for mesh in meshes():
+        x, y = (
+            tessera.distribute_tensor(values(4, 6, seed=seed), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+            for seed in (1, 2)
+        )
+        getattr(x * 1, name)(y).sum().backward()
+        assert isinstance(x.grad, DTensor) and isinstance(y.grad, DTensor)
+        assert_full(y.grad, torch.zeros(4, 6))

@@ -64,9 +64,11 @@ void by_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
 
 void operator_with_plain_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (at::GradMode::is_enabled()) {
-    for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
-      IValue& value = (*stack)[i];
-      if (value.isTensor()) value = with_distributed_gradient(value.toTensor());
+    const auto& arguments = op.schema().arguments();
+    for (const size_t i : c10::irange(arguments.size())) {
+      IValue& value = (*stack)[stack->size() - arguments.size() + i];
+      const bool is_written = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+      if (value.isTensor() && !is_written) value = with_distributed_gradient(value.toTensor());
     }
   }
   by_autograd(op, keys, stack);
@@ -107,6 +109,17 @@ void cat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   by_autograd(op, keys, stack);
 }
 
+/// The gradient of what is repeated no times is zeros.
+void repeat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const IValue& repeats = stack->back();
+  IValue& self = (*stack)[stack->size() - 2];
+  const auto sizes = repeats.toListRef();
+  const bool is_none = std::any_of(sizes.begin(), sizes.end(),
+                                   [](const IValue& size) { return size.isInt() && size.toInt() == 0; });
+  if (at::GradMode::is_enabled() && is_none) self = with_distributed_gradient(self.toTensor());
+  by_autograd(op, keys, stack);
+}
+
 /// libtorch makes the zeros that this begins with as a plain tensor.
 at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
                                               c10::SymIntArrayRef sizes, bool keepdim) {
@@ -144,11 +157,13 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
                            "avg_pool2d_backward",
                            "avg_pool3d_backward",
                            "copysign.Tensor",
+                           "copysign_.Tensor",
                            "fractional_max_pool2d_backward",
                            "fractional_max_pool3d_backward",
                            "max_pool2d_with_indices_backward",
                            "max_pool3d_with_indices_backward",
                            "nextafter",
+                           "nextafter_",
                            "normal.Tensor_Tensor",
                            "normal.Tensor_float",
                            "normal.float_Tensor",
@@ -163,6 +178,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&operator_with_plain_gradients>());
   }
   library.impl("cumprod_backward", cumprod_backward);
+  library.impl("repeat", torch::CppFunction::makeFromBoxedFunction<&repeat>());
   library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
   library.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
   library.impl("cummaxmin_backward", cummaxmin_backward);

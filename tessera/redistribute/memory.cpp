@@ -61,12 +61,15 @@ at::Tensor filled(at::Tensor memory) {
 }  // namespace
 
 bool lies_as(const at::Tensor& local, const Spec& spec) {
+  if (local.is_conj() || local.is_neg()) return false;
   if (!spec.is_dense()) return is_ordered(local, spec.strides());
   return local.strides() == spec.local_strides() || steps_alike(local, spec.local_strides());
 }
 
 at::Tensor laid_out(const at::Tensor& local, const Spec& spec) {
   const c10::IntArrayRef strides = spec.local_strides();
+  if (local.is_conj() || local.is_neg()) [[unlikely]]
+    return laid_out(local.resolve_conj().resolve_neg(), spec);
   if (spec.is_dense() ? local.strides() == strides : is_ordered(local, spec.strides())) [[likely]]
     return local;
   // Strides that are never used must be alike on all ranks too: results get theirs from them.

@@ -14,6 +14,7 @@
 ///     the same order.
 ///   - If it is not (the DTensor is a slice, a diagonal, an expanded tensor), local dims lie in the same
 ///     order, and are of stride 1 where the spec says so.
+///   - Its memory holds its values: it is not conjugated or negated lazily, which the DTensor does not say.
 /// Set TESSERA_CHECK_LAYOUT=1 to check this whenever a local tensor is used; debug builds always do.
 namespace tessera {
 

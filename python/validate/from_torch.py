@@ -285,8 +285,10 @@ The programs have `rank`, 0 or 1, and these; the tables say what rank 0 sees:
 
 COMMUNICATION = """### Communication
 
-Where torch's propagation needs no communication, there is none here: `make validate` searches for such calls. These
-operators are left out, as torch's answer is wrong for some values:"""
+`make validate` searches for calls that communicate here and, by torch's propagation, not there. Of these operators there
+are such calls still: {known}.
+
+These operators are left out, as torch's answer is wrong for some values:"""
 
 NAMES = """## Names
 
@@ -294,11 +296,12 @@ All public names of torch's modules. [python.md](python.md#private-names-that-li
 libraries use."""
 
 
-def communication_table() -> list[str]:
-    from against_torch import EXCEPTIONS, PARTLY
+def communication() -> list[str]:
+    from against_torch import EXCEPTIONS, KNOWN, PARTLY
 
     reasons = EXCEPTIONS | {name: f"in some calls: {why}" for name, (why, _) in PARTLY.items()}
-    lines = ["| operators | why |", "|---|---|"]
+    known = listed([name.removeprefix("aten::") for name in sorted(KNOWN)])
+    lines = [*COMMUNICATION.format(known=known).splitlines(), "", "| operators | why |", "|---|---|"]
     for why in dict.fromkeys(reasons.values()):
         names = [name.removeprefix("aten::") for name in reasons if reasons[name] == why]
         lines.append(f"| {listed(names)} | {why} |")
@@ -308,7 +311,7 @@ def communication_table() -> list[str]:
 def page() -> str:
     given = "\n".join(f"    {name} = {text}" for name, text in GIVEN.items())
     lines = HEAD.format(version=torch.__version__.partition("+")[0], given=given).splitlines()
-    lines += [*differences(), "", *COMMUNICATION.splitlines(), "", *communication_table()]
+    lines += [*differences(), "", *communication()]
     lines += ["", *NAMES.splitlines(), "", *names_table()]
     return "\n".join(lines) + "\n"
 

@@ -257,9 +257,11 @@ void read_pipeline_action(std::string_view text) {
   require(PipelineAction::parse(action.str()) == action, "an action is another one when printed");
 }
 
-/// The mesh of stages, of which tensors are on the other dims.
-DeviceMesh pipeline_mesh() {
-  return init_device_mesh(at::kCPU, {2, 2, 3}, {"pp", "dp", "tp"}, fake_world(7, 12))["pp"];
+/// The mesh of stages, of which tensors are on the other dims; always the same, as a mesh is one of its world.
+const DeviceMesh& pipeline_mesh() {
+  static const DeviceMesh mesh =
+      init_device_mesh(at::kCPU, {2, 2, 3}, {"pp", "dp", "tp"}, fake_world(7, 12))["pp"];
+  return mesh;
 }
 
 Lists tensor_metas() {
@@ -269,12 +271,12 @@ Lists tensor_metas() {
   distributed.dtype = at::kBFloat16;
   distributed.spec =
       Spec(pipeline_mesh().root()[{"dp", "tp"}], {Shard(0), Partial()}, {5, 4}, std::nullopt, at::kBFloat16);
-  const DeviceMesh mesh = pipeline_mesh();
+  const DeviceMesh& mesh = pipeline_mesh();
   return {to_bytes({}, mesh, 0), to_bytes({plain}, mesh, 0), to_bytes({distributed, plain}, mesh, 1)};
 }
 
 void read_tensor_metas(std::string_view bytes) {
-  const DeviceMesh mesh = pipeline_mesh();
+  const DeviceMesh& mesh = pipeline_mesh();
   const TensorMetas metas = from_bytes(bytes, mesh);
   require(from_bytes(to_bytes(metas, mesh, 0), mesh) == metas, "descriptions of tensors differ when written");
 }

@@ -30,17 +30,23 @@ enum class Kind : uint8_t {
   Persistent,  // an object that is stored outside the pickle; its one child says which
 };
 
+/// For errors: "a list". Of a Name or an Object, what comes before its name: "the name ".
+const char* kind_text(Kind kind);
+
 /// Positions of an Object's children; keys and values that were set follow.
 inline constexpr size_t kObjectName = 0;
 inline constexpr size_t kObjectArguments = 1;  // a Tuple
 inline constexpr size_t kObjectState = 2;      // nullptr if it was given none
 inline constexpr size_t kObjectEntries = 3;
 
+struct Node;
+using Children = std::vector<const Node*>;
+
 /// Nodes may be children of several others, and of themselves: whoever walks them must bound its way.
 struct Node {
   Kind kind = Kind::None;
   int64_t position = 0;  // of the opcode that made it, in the pickle
-  std::variant<std::monostate, bool, int64_t, double, std::string_view, std::vector<const Node*>> content;
+  std::variant<std::monostate, bool, int64_t, double, std::string_view, Children> content;
 };
 
 /// What a pickle may hold besides plain values.
@@ -66,11 +72,11 @@ class Pickle {
   int64_t integer(const Node& node, std::string_view role) const;
   std::string_view text(const Node& node, std::string_view role) const;
   /// Of a list or a tuple.
-  const std::vector<const Node*>& items(const Node& node, std::string_view role) const;
-  const std::vector<const Node*>& tuple(const Node& node, std::string_view role) const;
-  const std::vector<const Node*>& dict(const Node& node, std::string_view role) const;
+  const Children& items(const Node& node, std::string_view role) const;
+  const Children& tuple(const Node& node, std::string_view role) const;
+  const Children& dict(const Node& node, std::string_view role) const;
   /// The children of an object.
-  const std::vector<const Node*>& object(const Node& node, std::string_view role) const;
+  const Children& object(const Node& node, std::string_view role) const;
   /// The name of a name or of an object's class; empty for others.
   std::string_view name(const Node& node) const;
 

@@ -1,5 +1,6 @@
 #include <tessera/checkpoint/read.h>
 #include <tessera/checkpoint/torch_archive.h>
+#include <tessera/checkpoint/zip_archive.h>
 #include <tessera/error.h>
 #include <tessera/sharded/boxes.h>
 

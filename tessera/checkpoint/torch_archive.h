@@ -47,9 +47,6 @@ TorchArchive make_torch_archive(c10::ScalarType dtype, c10::ArrayRef<int64_t> si
 /// An archive of a value without tensors.
 std::string make_torch_archive(const Value& value);
 
-/// The checksum that zip archives have; `before` is the checksum of what comes before the bytes.
-uint32_t zip_crc32(const void* data, size_t size, uint32_t before = 0);
-
 /// "torch.float32" for c10::ScalarType::Float, and back. Throws for a dtype that no checkpoint of torch holds;
 /// nothing for an unknown name.
 std::string_view torch_dtype_name(c10::ScalarType dtype);

@@ -5,6 +5,7 @@
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/torch_archive.h>
 #include <tessera/checkpoint/write.h>
+#include <tessera/checkpoint/zip_archive.h>
 #include <tessera/error.h>
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 #include <tessera/checkpoint/dcp.h>
+#include <tessera/checkpoint/torch_archive.h>
+#include <tessera/checkpoint/zip_archive.h>
 
 #include <cstring>
 #include <filesystem>

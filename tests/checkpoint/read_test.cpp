@@ -5,6 +5,7 @@
 #include <tessera/checkpoint/native.h>
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/torch_archive.h>
+#include <tessera/checkpoint/zip_archive.h>
 #include <tessera/comm/collectives.h>
 
 #include <c10/util/irange.h>

@@ -48,9 +48,10 @@ help:
 	@echo 'CMAKE_PREFIX_PATH names its folder; others: BUILD, PREFIX, CMAKE_ARGS.'
 
 comma := ,
+# $(call configure,<folder>,<options>[,<what scripts/setup installs>])
 # The Python package is built for the virtual environment that scripts/setup makes; with a libtorch of one's own there is none.
 define configure
-@torch=$$(scripts/setup | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && python= && \
+@torch=$$(scripts/setup $(3) | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && python= && \
   case "$$torch" in $(CURDIR)/.venv/*) python="-DTESSERA_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python";; esac && \
   { cmake -S . -B $(1) -G Ninja -DCMAKE_PREFIX_PATH="$$torch" $$python $(2) $(CMAKE_ARGS) >$(1)/configure.log 2>&1 || \
     { cat $(1)/configure.log; exit 1; }; }
@@ -62,7 +63,7 @@ build:
 
 # The library and the demo alone.
 demo:
-	$(call configure,$(BUILD),)
+	$(call configure,$(BUILD),,library)
 	@cmake --build $(BUILD) --target train_gpt
 	@$(BUILD)/examples/train_gpt/train_gpt
 

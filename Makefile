@@ -185,12 +185,12 @@ asan ubsan:
 	$(call configure,build-asan,-DTESSERA_SANITIZE=address$(comma)undefined $(SANITIZED))
 	@cmake --build build-asan
 	@cd build-asan && $(CHECKS) GTEST_FILTER=-DTensorCache.DoesNotGrow LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.supp" UBSAN_OPTIONS=print_stacktrace=1 \
-	  ctest --output-on-failure --timeout 3600 -E 'installed_package|compare_with_torch|lists_test|soak'
+	  ctest --output-on-failure -j $(JOBS) --timeout 3600 -E 'installed_package|compare_with_torch|lists_test|soak'
 
 tsan:
 	$(call configure,build-tsan,-DTESSERA_SANITIZE=thread $(SANITIZED))
 	@cmake --build build-tsan --target concurrent_tests
-	@cd build-tsan && GTEST_FILTER="-Gloo*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -L concurrent --timeout 1800
+	@cd build-tsan && GTEST_FILTER="-Gloo*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -j $(JOBS) -L concurrent --timeout 1800
 
 clean:
 	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel

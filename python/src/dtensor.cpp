@@ -42,6 +42,7 @@ at::Tensor redistribute(const at::Tensor& tensor, py::handle placements, bool as
   options.async_op = async_op;
   options.forward_dtype = forward_dtype;
   options.backward_dtype = backward_dtype;
+  options.always = true;
   Placements placed = to_placements(placements, "redistribute");
   const py::gil_scoped_release release;
   return DTensor(tensor).redistribute(std::move(placed), options);

@@ -205,7 +205,9 @@ def test_ranks_outside_of_the_mesh_compute_nothing():
     x.mul_(0.5).add_(1.0)
     assert torch.equal(x.to_local(), torch.full((3, 4), 1.5) if inside else torch.empty(0))
     total = x.sum()
-    assert total.ndim == 0 and total.to_local().numel() == inside and (not inside or total.item() == 36.0)
+    assert total.ndim == 0 and (not inside or total.item() == 36.0)
+    assert torch.equal(total.to_local(), torch.tensor(18.0 if inside else 0.0))
+    assert torch.equal((total + 1).to_local(), torch.tensor(37.0 if inside else 0.0))
     assert x.equal(x)
     assert [part.shape for part in x.split([1, 3], dim=1)] == [(6, 1), (6, 3)]
     weight = torch.nn.Parameter(x.detach())
@@ -320,6 +322,26 @@ def test_index_put_of_sums():
         )
 
 
+@on_ranks()
+def test_redistribute_places_the_gradient():
+    """Also where the tensor is placed so already, as in programs that use a replica on each rank's own data."""
+    mesh = init_device_mesh("cpu", (4,))
+    weight = distribute_tensor(values(3, 4).requires_grad_(), mesh, [Replicate()])
+    same = weight.redistribute(placements=[Replicate()])
+    assert same.grad_fn is not None and same.placements == (Replicate(),)
+    with CommDebugMode() as mode:
+        (same.to_local(grad_placements=[Partial()]) * (tessera.get_rank() + 1)).sum().backward()
+    assert mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == mode.get_total_counts() == 1
+    assert weight.grad.placements == (Replicate(),)
+    assert torch.equal(weight.grad.to_local(), torch.full((3, 4), 10.0))
+    with torch.no_grad():
+        assert weight.redistribute(placements=[Replicate()]) is weight
+    hidden = weight.sigmoid()
+    hidden.redistribute(placements=[Replicate()]).add_(1)  # writes into what sigmoid saved
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+
+
 @on_ranks(2)
 def test_to_local_without_gradients_is_the_local_tensor():
     mesh = init_device_mesh("cpu", (2,))
@@ -340,3 +362,20 @@ def test_what_the_constructor_and_from_local_ask_for():
     assert made.placements == (Shard(0),) and not made.requires_grad
     with pytest.raises(RuntimeError, match="Please pass both shape and stride at the same time."):
         DTensor.from_local(local, mesh, [Shard(0)], stride=(3, 1))
+    with pytest.raises(ValueError, match="Mixed Partial reduce types"):
+        DTensor.from_local(local, init_device_mesh("cpu", (1, 1)), [Partial("max"), Partial("sum")])
+
+
+@on_ranks(2)
+def test_what_goes_to_meta_stays_distributed():
+    mesh = init_device_mesh("cpu", (2,))
+    for placements in ([Replicate()], [Partial()], [Shard(0)]):
+        x = torch.tensor(3.0) if placements[0] != Shard(0) else values(3, 2)
+        x = DTensor.from_local(x, mesh, placements)
+        for moved in (x.to("meta"), torch.empty_like(x, device="meta"), torch.nn.Parameter(x).to("meta")):
+            assert isinstance(moved, DTensor) and moved.is_meta and moved.shape == x.shape
+            assert moved.placements == tuple(placements)
+            back = torch.empty_like(moved, device="cpu")
+            assert isinstance(back, DTensor) and back.device.type == "cpu"
+        assert x.to("meta", torch.float64).dtype == torch.float64
+        assert isinstance(torch.nn.ParameterList([torch.nn.Parameter(x)]).to("meta")[0], DTensor)

@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
 namespace tessera {
@@ -85,6 +86,8 @@ void run_outside_of_mesh(const OperatorInfo& info, const ResolvedRule& resolved,
                     placements.empty() ? replicated(mesh) : placements[std::min(i, placements.size() - 1)],
                     meta.sizes(), std::nullopt, meta.scalar_type());
     const auto options = first.impl().local().options().dtype(meta.scalar_type());
+    // Nothing of a scalar is zero, as in PyTorch.
+    if (spec.ndim() == 0) return at::detail::make_tensor<DTensorImpl>(at::zeros({}, options), spec);
     return make_dtensor(at::empty(spec.local_shape(), options), spec);
   };
   for (const size_t i : c10::irange(results.size())) {

@@ -3,6 +3,7 @@
 #include <tessera/comm/observer.h>
 #include <tessera/comm/within.h>
 #include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch/views.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/dtensor/gradient.h>
 #include <tessera/error.h>
@@ -148,6 +149,8 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     memory->options = target->options;
     store(context, std::move(memory));
     const at::ScalarType dtype = target->options.forward_dtype.value_or(tensor.scalar_type());
+    if (target->spec == DTensorImpl::of(tensor)->spec() && dtype == tensor.scalar_type())
+      return as_it_was(tensor);  // which shares its version: autograd notices writes
     return redistributed(tensor, target->spec, dtype, target->options.async_op);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -355,7 +358,8 @@ DTensor DTensor::redistribute(Placements placements) const { return redistribute
 
 DTensor DTensor::redistribute(Placements placements, const RedistributeOptions& options) const {
   const Spec target = spec().with_placements(placements, options.order);
-  if (target == spec() && options.forward_dtype.value_or(scalar_type()) == scalar_type()) return *this;
+  const bool is_there = target == spec() && options.forward_dtype.value_or(scalar_type()) == scalar_type();
+  if (is_there && !(options.always && at::GradMode::is_enabled() && requires_grad())) return *this;
   if (is_dual(*this)) {
     check_linear(spec(), "redistribute");
     check_linear(target, "redistribute");

@@ -73,6 +73,9 @@ class TESSERA_API DTensor : public at::Tensor {
     std::optional<at::ScalarType> forward_dtype = {};
     /// The same for the gradient on its way back; it is the tensor's dtype again in the end.
     std::optional<at::ScalarType> backward_dtype = {};
+    /// Also if the tensor is placed so already: its gradient then comes back placed as it is, and not as what
+    /// follows leaves it.
+    bool always = false;
   };
   /// The same tensor placed otherwise. The gradient comes back placed as this tensor, with P as R.
   DTensor redistribute(Placements placements, const RedistributeOptions& options) const;

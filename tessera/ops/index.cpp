@@ -103,8 +103,8 @@ Localize writes_local(int64_t dim, Wraps wraps) {
 /// An index for each element of a tensor, or for slices of it.
 enum class Indexes { elements, slices };
 
-Rule indexed(IndexedDim::Access access, Indexes indexes) {
-  Rule rule = IndexedDim{access, indexes == Indexes::elements};
+Rule indexed(IndexedDim::Access access, Indexes indexes, bool moves = false) {
+  Rule rule = IndexedDim{access, indexes == Indexes::elements, moves};
   const bool reads = access == IndexedDim::Access::read;
   rule.local.text = reads ? "zeros for what other ranks hold" : "what other ranks hold is left out";
   rule.local.of = [=](const OpCall& call) -> Localize {
@@ -286,14 +286,16 @@ Table index_rules() {
   using Access = IndexedDim::Access;
   const std::string why = "the list of indices says which dims are indexed";
   return {
-      {{"index_select"}, indexed(Access::read, Indexes::slices)},
-      {{"gather"}, indexed(Access::read, Indexes::elements)},
-      {{"scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"},
+      {{"index_select"}, indexed(Access::read, Indexes::slices, /*moves=*/true)},
+      {{"gather"}, indexed(Access::read, Indexes::elements, /*moves=*/true)},
+      {{"scatter.src", "scatter.value"}, indexed(Access::write, Indexes::elements, /*moves=*/true)},
+      {{"scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"},
        indexed(Access::write, Indexes::elements)},
       {{"scatter_add"}, indexed(Access::add, Indexes::elements)},
       {{"index_add"}, indexed(Access::add, Indexes::slices)},
-      {{"index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"},
-       indexed(Access::write, Indexes::slices)},
+      {{"index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"},
+       indexed(Access::write, Indexes::slices, /*moves=*/true)},
+      {{"index_reduce"}, indexed(Access::write, Indexes::slices)},
       {{"take"}, take()},
       {{"put"}, put()},
       {{"isin.Tensor_Tensor"}, Pattern{{"B,..->B"}}},

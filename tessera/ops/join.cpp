@@ -164,7 +164,11 @@ std::optional<Strategies> pad(const OpCall& call) {
   }
   const auto value = call.value("value").toScalar();
   Einsum einsum{.inputs = {all}, .outputs = {all}};
-  if (value.equal(0)) einsum.linear = linear_tensors(call, {{"self"}});
+  if (value.equal(0) || padded.empty()) {
+    einsum.keeps_all = true;  // zeros are what any reduction of them leaves
+  } else {
+    einsum.kept = {ReduceOp::avg, ReduceOp::max, ReduceOp::min};
+  }
   Strategies strategies{strategies_of(einsum), {{shape}}};
   if (padded.size() != 1) return strategies;
   const int64_t dim = padded[0], size = spec.shape()[dim], before = pads[2 * (spec.ndim() - 1 - dim)];

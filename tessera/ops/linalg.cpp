@@ -17,6 +17,14 @@ Pattern matrices(Names letters, std::vector<Pattern::EmptyResults> empty_results
           .empty_results = std::move(empty_results)};
 }
 
+/// Solutions, which are linear in the right sides; other results depend on the matrices only.
+Pattern solutions(Names letters, const char* right_sides) {
+  Pattern pattern = matrices(std::move(letters));
+  pattern.linear = {{right_sides}};
+  pattern.linear_results = 1;
+  return pattern;
+}
+
 /// Which results there are besides solutions depends on the driver; others have shape [0].
 std::optional<Strategies> least_squares(const OpCall& call) {
   if (call.tensors.size() != 2) return std::nullopt;
@@ -71,12 +79,14 @@ Table linalg_rules() {
       {{"linalg_inv_ex", "linalg_cholesky_ex", "linalg_eig", "geqrf"}, matrices({"B..->B..,B.."})},
       {{"_linalg_det", "linalg_lu_factor_ex", "linalg_ldl_factor_ex"}, matrices({"B..->B..,B..,B.."})},
       {{"_linalg_slogdet"}, matrices({"B..->B..,B..,B..,B.."})},
-      {{"linalg_solve_triangular", "cholesky_solve"}, matrices({"B..,B..->B.."})},
-      {{"triangular_solve"}, matrices({"B..,B..->B..,B.."})},
+      {{"linalg_solve_triangular"}, solutions({"B..,B..->B.."}, "B")},
+      {{"cholesky_solve"}, solutions({"B..,B..->B.."}, "self")},
+      {{"triangular_solve"}, solutions({"B..,B..->B..,B.."}, "self")},
       // Vectors as right sides are just as long as matrices are high; else they are matrices for all.
-      {{"_linalg_solve_ex"}, matrices({"B..,B..->B..,B..,B..,B..", "Bm.,Bm->B..,B..,B..,B.."})},
+      {{"_linalg_solve_ex"}, solutions({"B..,B..->B..,B..,B..,B..", "Bm.,Bm->B..,B..,B..,B.."}, "B")},
       {{"linalg_householder_product"}, matrices({"B..,B.->B.."})},
-      {{"linalg_lu_solve", "linalg_ldl_solve", "ormqr"}, matrices({"B..,B.,B..->B.."})},
+      {{"linalg_lu_solve", "linalg_ldl_solve"}, solutions({"B..,B.,B..->B.."}, "B")},
+      {{"ormqr"}, solutions({"B..,B.,B..->B.."}, "input3")},
       {{"_linalg_svd"}, matrices({"B..->B..,B..,B.."}, {{"compute_uv", false, {0, 2}}})},
       {{"linalg_lu"}, matrices({"B..->B..,B..,B.."}, {{"pivot", false, {0}}})},
       {{"lu_unpack"},

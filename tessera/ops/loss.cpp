@@ -90,8 +90,10 @@ Cases elementwise_loss() {
   return by_reduction(Pointwise{}, with(reduced, mean_of_elements()), reduced);
 }
 
-Cases elementwise_loss_backward() {
-  const Pointwise pointwise{.linear = {{"grad_output"}}};
+/// `also`: what it is linear in besides the gradient.
+Cases elementwise_loss_backward(const std::vector<Names>& also = {}) {
+  Pointwise pointwise{.linear = also};
+  pointwise.linear.push_back({"grad_output"});
   return by_reduction(pointwise, with(pointwise, mean_of_elements()), pointwise);
 }
 
@@ -310,8 +312,9 @@ Rule ctc_rule(const char* text, Ctc kind) {
 Table loss_rules() {
   return {
       {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}, elementwise_loss()},
-      {{"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
-        "binary_cross_entropy_backward", "soft_margin_loss_backward"},
+      {{"mse_loss_backward"}, elementwise_loss_backward({{"self", "target"}})},
+      {{"binary_cross_entropy_backward"}, elementwise_loss_backward({{"weight"}})},
+      {{"smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"},
        elementwise_loss_backward()},
       {{"soft_margin_loss"}, Decomposition{{"mul", "exp", "log1p", "sum"}, soft_margin}},
       {{"binary_cross_entropy_with_logits"},

@@ -6,10 +6,37 @@ namespace tessera::ops {
 
 namespace {
 
+/// Whether the dtype has all values of the other, rounded if these are integers. No for small floats and wide
+/// unsigned integers, which libtorch does not promote.
+bool widens(at::ScalarType from, at::ScalarType to) {
+  const auto is_promoted = [](at::ScalarType dtype) {
+    if (at::isFloatingType(dtype)) return c10::elementSize(dtype) > 1;
+    return at::isComplexType(dtype) ||
+           (at::isIntegralType(dtype, /*includeBool=*/true) && !c10::isBarebonesUnsignedType(dtype));
+  };
+  return is_promoted(from) && is_promoted(to) && c10::promoteTypes(from, to) == to;
+}
+
+/// Sums stay partial if every part keeps its value, and with it the sum; extremes if the order is kept.
+Pointwise cast_form(at::ScalarType from, at::ScalarType to) {
+  const auto is_number = [](at::ScalarType dtype) {
+    return at::isFloatingType(dtype) || at::isComplexType(dtype);
+  };
+  Pointwise form;
+  if (is_number(from) && is_number(to) && widens(from, to)) form.linear = {{"self"}};
+  // Integers that are too large for the new dtype wrap around, and floating numbers become NaN in the smallest
+  // ones. What these become as integers is undefined then anyway.
+  const bool is_ordered = to != at::kBool && !at::isComplexType(from) && !at::isComplexType(to);
+  const bool rounds = widens(from, at::kDouble) && at::isFloatingType(from) && widens(to, at::kDouble);
+  if (is_ordered && (rounds || widens(from, to))) form.keeps = {ReduceOp::max, ReduceOp::min};
+  return form;
+}
+
 std::optional<Strategies> cast(const OpCall& call) {
-  const bool same_dtype = !call.has("dtype") || call.value("dtype").toScalarType() == call.tensors[0].dtype();
-  if (same_dtype) return propose(AsItIs{}, call);
-  auto strategies = propose(Pointwise{}, call);
+  const at::ScalarType from = call.tensors[0].dtype();
+  const at::ScalarType to = call.has("dtype") ? call.value("dtype").toScalarType() : from;
+  if (from == to) return propose(AsItIs{}, call);
+  auto strategies = propose(cast_form(from, to), call);
   if (strategies) strategies->results[0].strides = new_strides(call);
   return strategies;
 }
@@ -27,6 +54,15 @@ std::optional<Strategies> equal(const OpCall& call) {
     return Stack{at::all(at::eq(named.tensor("self"), named.tensor("other"))).item<bool>()};
   };
   return strategies;
+}
+
+/// other - alpha self.
+std::optional<Strategies> reversed_difference(const OpCall& call) {
+  Pointwise form{.linear = {{"self", "other"}}, .integers = true, .rises = {"other"}};
+  const at::Scalar alpha = call.value("alpha").toScalar();
+  if (!alpha.isComplex() && alpha.toDouble() > 0) form.falls = {"self"};
+  if (!alpha.isComplex() && alpha.toDouble() < 0) form.rises.emplace_back("self");
+  return propose(form, call);
 }
 
 Stack allclose(const c10::OperatorHandle& op, Stack arguments) {
@@ -73,7 +109,11 @@ Table pointwise_rules() {
   return tried({
       {{"add.Tensor", "sub.Tensor"},
        Pointwise{.linear = {{"self", "other"}}, .integers = true, .rises = {"self"}}},
-      {{"rsub.Tensor"}, Pointwise{.linear = {{"self", "other"}}, .integers = true}},
+      {{"rsub.Tensor", "rsub.Scalar"},
+       {"pointwise, linear in `self` and `other` together; keeps P(max) and P(min)",
+        reversed_difference,
+        {"alpha"},
+        "whether it falls with `self` depends on the sign of `alpha`"}},
       {{"add.Scalar", "sub.Scalar"}, Pointwise{.rises = {"self"}}},
       {{"maximum", "clamp_min.Tensor"}, Pointwise{.rises = {"self", "other", "min"}, .joins = ReduceOp::max}},
       {{"minimum", "clamp_max.Tensor"}, Pointwise{.rises = {"self", "other", "max"}, .joins = ReduceOp::min}},
@@ -90,34 +130,17 @@ Table pointwise_rules() {
       {{"threshold_backward", "tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward",
         "native_dropout_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
         "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward", "logit_backward",
-        "softshrink_backward", "_prelu_kernel_backward"},
+        "softshrink_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward"},
        Pointwise{.linear = {{"grad_output"}}}},
       {{"hardshrink_backward"}, Pointwise{.linear = {{"grad_out"}}}},
       {{"relu",  "exp",   "tanh",           "sigmoid",    "floor",     "ceil",     "trunc",
         "expm1", "erf",   "atan",           "asinh",      "sinh",      "hardtanh", "hardsigmoid",
         "exp2",  "round", "round.decimals", "hardshrink", "clamp_min", "clamp_max"},
        Pointwise{.keeps = {ReduceOp::max, ReduceOp::min}}},
-      {{"hardswish",
-        "masked_fill.Scalar",
-        "masked_fill.Tensor",
-        "_prelu_kernel",
-        "complex",
-        "polar",
-        "log_sigmoid_backward",
-        "eq_.Tensor",
-        "eq_.Scalar",
-        "ne_.Tensor",
-        "ne_.Scalar",
-        "lt_.Tensor",
-        "lt_.Scalar",
-        "le_.Tensor",
-        "le_.Scalar",
-        "gt_.Tensor",
-        "gt_.Scalar",
-        "ge_.Tensor",
-        "ge_.Scalar",
-        "rrelu_with_noise_backward",
-        "_add_relu.Scalar",
+      {{"hardswish",       "masked_fill.Scalar",   "masked_fill.Tensor", "_prelu_kernel", "complex",
+        "polar",           "log_sigmoid_backward", "eq_.Tensor",         "eq_.Scalar",    "ne_.Tensor",
+        "ne_.Scalar",      "lt_.Tensor",           "lt_.Scalar",         "le_.Tensor",    "le_.Scalar",
+        "gt_.Tensor",      "gt_.Scalar",           "ge_.Tensor",         "ge_.Scalar",    "_add_relu.Scalar",
         "_add_relu.Tensor"},
        Pointwise{}},
       {{"floor_divide", "floor_divide.Scalar", "div.Tensor_mode", "div.Scalar_mode", "remainder.Tensor",
@@ -166,7 +189,9 @@ Table pointwise_rules() {
       {{"detach", "alias", "lift_fresh", "lift", "detach_", "prims::view_of"}, AsItIs{.is_view = true}},
       {{"clone", "zero_", "_lazy_clone"}, AsItIs{}},
       {{"_to_copy"},
-       {"as it is if the dtype stays, else pointwise",
+       {"as it is if the dtype stays, else pointwise; linear in `self` if the dtype widens, keeps P(max) and "
+        "P(min) "
+        "if the order stays",
         cast,
         {"dtype", "memory_format"},
         "what it is depends on the dtype it is given"}},

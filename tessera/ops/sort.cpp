@@ -123,6 +123,14 @@ Rule median_rule(Nan nan) {
                   {.text = "by counting values of some bits at a time", .of = counted, .contiguous = false});
 }
 
+/// How many boundaries are below, which counts in each shard of these.
+std::optional<Strategies> bucketize(const OpCall& call) {
+  auto strategies = propose(Pattern{{"B,n->B"}}, call);
+  if (strategies && call.tensors.size() == 2)
+    strategies->options.push_back({{Partial(ReduceOp::max), Replicate()}, {Partial(ReduceOp::max)}});
+  return strategies;
+}
+
 }  // namespace
 
 Table sort_rules() {
@@ -135,9 +143,14 @@ Table sort_rules() {
       {{"argmin"}, extreme_rule(Extreme::smallest, Gives::indices)},
       {{"median"}, median_rule(Nan::propagates)},
       {{"nanmedian"}, median_rule(Nan::ignored)},
-      {{"bucketize.Tensor"}, Pattern{{"B,.->B"}}},
+      {{"bucketize.Tensor"},
+       {"`B,n->B`; keeps P(max) of `self`",
+        bucketize,
+        {},
+        "NaN is above all boundaries: P(max) stays, P(min) does not"}},
       {{"searchsorted.Tensor"}, Pattern{.letters = {".,B,.?->B", "B.,Bk,B.?->Bk"}, .broadcasts = false}},
-      {{"glu", "glu_backward"}, UnshardedDims{.dims = {"dim"}, .same_size = false}},
+      {{"glu"}, UnshardedDims{.dims = {"dim"}, .same_size = false}},
+      {{"glu_backward"}, UnshardedDims{.dims = {"dim"}, .same_size = false, .linear = {{"grad_output"}}}},
   });
 }
 

@@ -208,7 +208,7 @@ Table spatial_rules() {
   const char* by_factor = "how many shards are even depends on the factor";
   const char* by_windows = "how many rows of windows there are depends on their geometry";
   Table table{
-      {{"channel_shuffle"}, Pattern{.letters = {"n.B->n.B"}}},
+      {{"channel_shuffle"}, Pattern{.letters = {"n.B->n.B"}, .moves = true}},
       {{"grid_sampler_2d", "grid_sampler_3d"},
        Pattern{.letters = {"nc..,npq.->ncpq", "nc..,npqr.->ncpqr"}, .linear = {{"input"}}}},
       {{"grid_sampler_2d_backward", "grid_sampler_3d_backward"},

@@ -171,7 +171,7 @@ std::optional<Strategies> slice(const OpCall& call) {
 
 /// Zeros, but for the range.
 Rule slice_backward() {
-  Rule rule(DimMap{.unsharded = {"dim"}, .sizes = "input_sizes", .exchanges = true, .linear = true},
+  Rule rule(DimMap{.unsharded = {"dim"}, .sizes = "input_sizes", .exchanges = true},
             {"start", "end", "step"});
   rule.local.of = [](const OpCall& call) -> Localize {
     const auto slice = Slice::of(call, call.integers("input_sizes"));
@@ -350,7 +350,7 @@ Table view_rules() {
       {{"diagonal_scatter"}, scattered("diagonal", diagonal_of)},
       {{"as_strided_scatter"}, scattered("as_strided", strided_of)},
       {{"rot90"}, composed({"flip", "transpose"})},
-      {{"select_backward"}, DimMap{.added = {"dim"}, .sizes = "input_sizes", .linear = true}},
+      {{"select_backward"}, DimMap{.added = {"dim"}, .sizes = "input_sizes"}},
       {{"slice_backward"}, slice_backward()},
       {{"diagonal_backward"},
        DimMap{.added = {"dim1", "dim2"}, .last_dropped = 1, .sizes = "input_sizes", .linear = true}},

@@ -99,8 +99,8 @@ void check_partials_agree(c10::ArrayRef<Placement> placements) {
   for (const Placement& placement : placements) {
     if (!placement.is_partial()) continue;
     if (first == nullptr) first = &placement;
-    TESSERA_CHECK_VALUE(commute(*first, placement), "the placements ", placements, " mix ", *first, " and ",
-                        placement,
+    TESSERA_CHECK_VALUE(commute(*first, placement), "Mixed Partial reduce types: the placements ", placements,
+                        " mix ", *first, " and ", placement,
                         ", whose result would depend on which is reduced first: use one reduce op, "
                         "or only sum and avg");
   }

@@ -24,13 +24,18 @@ double bytes_without(const Spec& spec, size_t m) {
   return bytes;
 }
 
-/// Sums and averages of integers are not multiples of each other: they are rounded, and wrap around.
+/// Whether partial values become others only by a reduction. Sums and averages are multiples of each other, but
+/// for integers: these are rounded, and wrap around.
+bool is_reduced(const Spec& spec, const Placement& from, const Placement& to) {
+  if (!from.is_partial() || !to.is_partial() || from == to) return false;
+  return !is_linear(from.op()) || !is_linear(to.op()) ||
+         at::isIntegralType(spec.dtype(), /*includeBool=*/true);
+}
+
 double redistribution_cost(const Spec& spec, size_t m, const Placement& from, const Placement& to,
                            const LinkCost& link) {
-  const bool rescales = from.is_partial() && to.is_partial() && from != to &&
-                        at::isIntegralType(spec.dtype(), /*includeBool=*/true);
-  return transition_cost(from, rescales ? Replicate() : to, spec.mesh().shape()[m], bytes_without(spec, m),
-                         link);
+  return transition_cost(from, is_reduced(spec, from, to) ? Replicate() : to, spec.mesh().shape()[m],
+                         bytes_without(spec, m), link);
 }
 
 /// What a strategy leaves open: how shards are strided, and which partial placement is meant.
@@ -100,6 +105,8 @@ class Chooser {
   }
 
   void choose(size_t m) {
+    is_sharded_ = std::any_of(call_.tensors.begin(), call_.tensors.end(),
+                              [&](const Spec& spec) { return spec.placement(m).is_shard_like(); });
     std::vector<Variant> splits, partials;
     for (const Spec& spec : call_.tensors) {
       const Placement& now = spec.placement(m);
@@ -146,6 +153,10 @@ class Chooser {
       const Placement& now = call_.tensors[i].placement(m);
       const Placement then = variant(strategy.inputs[i]);
       if (!agree(inputs_[i], then)) return kImpossible;
+      // What to_local() gives after an operator must not depend on which collective is the cheapest.
+      if (now.is_partial() && then.is_shard_like() && !is_sharded_) return kImpossible;
+      // What is reduced is replicated, and not made partial again.
+      if (is_reduced(call_.tensors[i], now, then)) return kImpossible;
       // Averages of integers are rounded: no part of one stands for itself.
       if (then.is_partial(ReduceOp::avg) && !strategy.any_partial &&
           at::isIntegralType(call_.tensors[i].dtype(), /*includeBool=*/true))
@@ -207,6 +218,7 @@ class Chooser {
   Strategy replicated_;
   ShardOrder order_;
   std::vector<int64_t> shards_;  // that each strategy makes so far
+  bool is_sharded_ = false;      // some tensor is, on the mesh dim that is being chosen
   std::vector<Placements> inputs_, outputs_;
 };
 

@@ -75,7 +75,8 @@ std::vector<Strategy> ordered_options(const Pointwise& form, const OpCall& call)
   std::vector<Strategy> options;
   if (!is_real) return options;
   const auto add = [&](const std::vector<size_t>& partial, ReduceOp from, ReduceOp to) {
-    Placements inputs(call.tensors.size(), Replicate());
+    Placements inputs;
+    inputs.assign(call.tensors.size(), Replicate());
     for (const size_t i : partial) inputs[i] = Partial(from);
     options.push_back({std::move(inputs), {Partial(to)}});
   };

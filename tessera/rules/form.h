@@ -75,6 +75,8 @@ struct Pattern {
   Names letters;
   /// Sets of arguments that may be partial sums, or averages, at once.
   std::vector<Names> linear = {};
+  /// If not 0: only so many of the first results are linear in these. The others do not depend on them.
+  size_t linear_results = 0;
   /// A product: linear in each input, together with what is added. Not of bool.
   bool product = false;
   /// Integers are left to the replicated fallback.
@@ -255,6 +257,8 @@ struct IndexedDim {
   /// An index for each element, in a tensor of as many dims (gather, scatter); else for slices, in a vector
   /// (index_select, index_add).
   bool elementwise;
+  /// Each element of the result is one that was there, or one that is written: any partial values may stay so.
+  bool moves = false;
 };
 
 /// As one of several rules, by the value of an argument.

@@ -75,6 +75,31 @@ std::optional<Indexed> of_slices(const OpCall& call, Access access, const Spec& 
   return result;
 }
 
+/// Values that are only moved may be partial in any way, together with those that are written. One that is the same on all
+/// ranks is what such a reduction of it leaves.
+void add_partial_options(const OpCall& call, size_t self, Strategies& strategies) {
+  Placements inputs;
+  inputs.assign(call.tensors.size(), Replicate());
+  inputs[self] = Partial();
+  bool has_source = false;
+  for (const char* name : {"source", "src", "value"}) {
+    if (!call.position(name)) continue;
+    const auto source = call.tensor(name);
+    if (source) inputs[*source] = Partial();
+    has_source |= source.has_value();
+  }
+  const bool writes_number = call.position("value") && !has_source;
+  if (!writes_number) {
+    strategies.options.push_back({inputs, {Partial()}});
+    strategies.options.back().any_partial = true;
+    return;
+  }
+  for (const ReduceOp op : {ReduceOp::avg, ReduceOp::max, ReduceOp::min}) {
+    inputs[self] = Partial(op);
+    strategies.options.push_back({inputs, {Partial(op)}});
+  }
+}
+
 }  // namespace
 
 std::optional<Strategies> strategies_of(const IndexedDim& form, const OpCall& call) {
@@ -95,20 +120,22 @@ std::optional<Strategies> strategies_of(const IndexedDim& form, const OpCall& ca
   }
   if (reads) {
     if (is_bool) einsum.contracted = Partial(ReduceOp::any);
-    einsum.linear = linear_tensors(call, {{"self"}});
   } else {
     if (is_bool) einsum.contracted = std::nullopt;
     einsum.added = {*self};
     if (form.access == Access::add)
       einsum.linear = linear_tensors(call, {{"self", "src"}, {"self", "source"}});
   }
-  return Strategies{strategies_of(einsum), {{reads ? indexed->read : x.shape().vec()}}};
+  Strategies strategies{strategies_of(einsum), {{reads ? indexed->read : x.shape().vec()}}};
+  if (form.moves) add_partial_options(call, *self, strategies);
+  return strategies;
 }
 
 std::string text_of(const IndexedDim& form) {
   std::string result = "`dim` of `self` sharded";
-  if (form.access == Access::read) result += ": P(sum), of bool P(any); or `index`, linear in `self`";
+  if (form.access == Access::read) result += ": P(sum), of bool P(any); or `index`";
   if (form.access == Access::add) result += "; or of what is added: P(sum), linear in both";
+  if (form.moves) result += "; any partial stays";
   return result + "; other dims alike; no strided shards";
 }
 

@@ -281,6 +281,10 @@ class Match {
       const char name = names_.at(einsum_.inputs[i][option.inputs[i].dim()]);
       option.contiguous |= pattern_.contiguous.find(name) != std::string::npos;
     }
+    const bool is_linear =
+        std::ranges::none_of(option.inputs, [](const Placement& placement) { return placement.is_shard(); });
+    for (size_t i = pattern_.linear_results; is_linear && i > 0 && i < option.outputs.size(); ++i)
+      option.outputs[i] = Replicate();
     for (const size_t i : same_)
       option.outputs.insert(option.outputs.begin() + static_cast<std::ptrdiff_t>(i), Replicate());
     for (const std::string& name : pattern_.unread) {

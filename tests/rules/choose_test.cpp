@@ -148,9 +148,17 @@ TEST_F(Choose, KeepsOrdersAndStridedShards) {
 TEST_F(Choose, PartialsThatDoNotAgreeAreReduced) {
   const ChosenStrategy highest =
       decide("aten::amax", "", {spec({P, S(0)}, {8, 4})}, {{}, std::vector<int64_t>{0}, false});
-  // A reduce-scatter is cheaper than an all-reduce.
-  EXPECT_EQ(highest.inputs[0].placements(), (Placements{S(1), S(0)}));
-  EXPECT_EQ(highest.outputs[0].placements, (Placements{S(0), Partial(ReduceOp::max)}));
+  EXPECT_EQ(highest.inputs[0].placements(), (Placements{R, S(0)}));
+  EXPECT_EQ(highest.outputs[0].placements, (Placements{R, Partial(ReduceOp::max)}));
+}
+
+/// A reduce-scatter would be cheaper, but what to_local() gives then is not what programs expect.
+TEST_F(Choose, PartialsBecomeShardsOnlyBesideOthers) {
+  const ChosenStrategy alone = decide("aten::relu", "", {spec({P, R}, {8, 4})});
+  EXPECT_EQ(alone.outputs[0].placements, (Placements{R, R}));
+  const ChosenStrategy beside = decide("aten::maximum", "", {spec({P, R}, {8, 4}), spec({S(1), R}, {8, 4})});
+  EXPECT_EQ(beside.inputs[0].placements(), (Placements{S(1), R}));
+  EXPECT_EQ(beside.outputs[0].placements, (Placements{S(1), R}));
 }
 
 TEST_F(Choose, ViewsNeedEvenShardsOverAllMeshDims) {

@@ -5,7 +5,9 @@
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/sockets.h>
+#include <tessera/comm/shm/backend.h>
 #include <tessera/comm/store.h>
+#include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/hub.h>
 #include <tessera/comm/waits.h>
 #include <tessera/comm/world.h>
@@ -76,6 +78,11 @@ void check_members(c10::IntArrayRef ranks, int64_t rank, int64_t size) {
                       " has a rank outside the world of ", size, " ranks.");
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
   TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
+}
+
+/// Whether the backend compares what the ranks call, or nobody has to.
+bool compares_by_itself(const std::string& backend) {
+  return backend == threads::kBackendName || backend == shm::kBackendName || backend == "fake";
 }
 
 bool environment_asks_for_checks() {
@@ -197,7 +204,7 @@ Group World::find_or_make(GroupKey key) {
   }
   wait.reset();
   if (process_rank_ && key.backend != "gloo") process_rank_->add_abortable(backend);
-  if (options_.check_collectives && key.backend != threads::kBackendName && key.backend != "fake") {
+  if (options_.check_collectives && !compares_by_itself(key.backend)) {
     backend = make_checked(std::move(backend), key.ranks, device);
   }
   auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(request.member),

@@ -91,7 +91,8 @@ void append_call(const CollectiveCall& call, std::vector<std::byte>& bytes) {
     append(bytes, &shape, sizeof shape);
     append(bytes, tensor.sizes().data(), tensor.sizes().size() * sizeof(int64_t));
   }
-  for (const std::string_view text : {std::string_view(call.asked.call), std::string_view(call.asked.refusal), within})
+  for (const std::string_view text :
+       {std::string_view(call.asked.call), std::string_view(call.asked.refusal), within})
     append(bytes, text.data(), text.size());
 }
 

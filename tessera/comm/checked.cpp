@@ -92,13 +92,13 @@ class CheckedBackend final : public CallBackend {
   at::Tensor gather(std::vector<std::byte> bytes, int64_t count) {
     bytes.resize(count);
     at::Tensor input = at::from_blob(bytes.data(), {count}, at::kByte).to(options_.device());
-    at::Tensor output = at::empty({getSize(), count}, options_);
+    at::Tensor output = at::empty({getSize() * count}, options_);
     const Blocking blocking;
     const Wait wait(ranks_[getRank()], [this] {
       return c10::str("to compare its next collective with those of ranks ", c10::IntArrayRef(ranks_));
     });
     inner_->_allgather_base(output, input)->wait();
-    return output.cpu();
+    return output.cpu().view({getSize(), count});
   }
 
   const c10::intrusive_ptr<c10d::Backend> inner_;

@@ -123,8 +123,8 @@ PostingBackend::Work PostingBackend::submit(CallBuilder& builder, OpType type, T
   for (const at::Tensor& tensor : call.tensors) check_dense_cpu(tensor, comm::name(call.kind));
   if (call.op != c10d::ReduceOp::UNUSED) {
     for (const comm::Buffer& buffer : call.in) {
-      TESSERA_CHECK_VALUE(comm::can_reduce(buffer.dtype, call.op), describe(call),
-                          ": there is no reduction ", comm::name(call.op), " of ", buffer.dtype, " values.");
+      TESSERA_CHECK_VALUE(comm::can_reduce(buffer.dtype, call.op), describe(call), ": there is no reduction ",
+                          comm::name(call.op), " of ", buffer.dtype, " values.");
     }
   }
   if (timeout == c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = timeout_;

@@ -4,8 +4,8 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
-#include <tessera/comm/sockets.h>
 #include <tessera/comm/shm/backend.h>
+#include <tessera/comm/sockets.h>
 #include <tessera/comm/store.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/hub.h>
@@ -94,6 +94,26 @@ bool environment_asks_for_checks() {
 #endif
 }
 
+using Backends = std::map<std::string, std::string>;
+
+/// What was chosen for the device; empty if nothing was.
+std::string chosen_backend(const Backends& backends, c10::DeviceType device) {
+  for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
+    if (const auto found = backends.find(key); found != backends.end()) return found->second;
+  }
+  return "";
+}
+
+/// What carries tensors on the device in a group of these ranks.
+std::string backend_for(const World& world, const Backends& backends, c10::IntArrayRef ranks,
+                        c10::DeviceType device) {
+  if (std::string chosen = chosen_backend(backends, device); !chosen.empty()) return chosen;
+  if (device == c10::DeviceType::CUDA) return "nccl";
+  if (world.hub()) return threads::kBackendName;
+  const auto& rank = world.process_rank();
+  return rank && rank->share_memory(ranks) ? shm::kBackendName : "gloo";
+}
+
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;
 
 struct ProcessWorld {
@@ -126,23 +146,22 @@ World::World(WorldOptions options)
                       options_.timeout.count(), " ms.");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();
   options_.check_collectives = options_.check_collectives || environment_asks_for_checks();
-  if (!options_.hub && options_.store && options_.size > 1 && backend(c10::DeviceType::CPU) != "fake")
+  if (!options_.hub && options_.store && options_.size > 1 &&
+      chosen_backend(backends_, c10::DeviceType::CPU) != "fake")
     process_rank_ = std::make_shared<ProcessRank>(options_);
 }
 
 World::~World() { leave(); }
 
 std::string World::backend(c10::DeviceType device) const {
-  for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
-    if (const auto found = backends_.find(key); found != backends_.end()) return found->second;
-  }
-  if (device == c10::DeviceType::CUDA) return "nccl";
-  return options_.hub ? "threads" : "gloo";
+  return backend_for(*this, backends_, all_ranks(size()), device);
 }
 
 Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {
-  GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name, ""};
   const Blocking blocking;
+  if (process_rank_) check_members(ranks, rank(), size());  // they are waited for
+  GroupKey key{ranks.vec(), device,
+               backend_name.empty() ? backend_for(*this, backends_, ranks, device) : backend_name, ""};
   std::lock_guard lock(mutex_);
   if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
   check_members(ranks, rank(), size());
@@ -153,6 +172,8 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
         std::set<uint16_t> added = listening_ports();
         for (const uint16_t port : before) added.erase(port);
         process_rank_->add_ports(added);
+        if (const auto backend = given->getBackend(device); backend->getBackendName() == shm::kBackendName)
+          process_rank_->add_abortable(backend);
       }
       groups_.emplace(std::move(key), given);
       return given;
@@ -163,8 +184,9 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
 
 Group World::group_for(const std::string& purpose) {
   const Blocking blocking;
+  std::string backend = this->backend(c10::kCPU);
   std::lock_guard lock(mutex_);
-  return find_or_make({all_ranks(size()), c10::kCPU, backend(c10::kCPU), purpose});
+  return find_or_make({all_ranks(size()), c10::kCPU, std::move(backend), purpose});
 }
 
 Group World::find_or_make(GroupKey key) {

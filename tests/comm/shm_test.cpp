@@ -156,7 +156,8 @@ RANK_BODY(shm_posted) {
         const Group all = world->group(), turned = world->group({1, 0}, at::kCPU);
         const at::Tensor large = at::ones({1 << 20}), small = at::ones({3});
         auto pending = comm::all_reduce(large, ReduceOp::SUM, all);
-        auto sending = get_rank() == 0 ? comm::send(at::ones({1 << 20}), 1, all) : comm::recv(at::empty({1 << 20}), 0, all);
+        auto sending = get_rank() == 0 ? comm::send(at::ones({1 << 20}), 1, all)
+                                       : comm::recv(at::empty({1 << 20}), 0, all);
         if (get_rank() == 0) {
           comm::all_reduce(small, ReduceOp::SUM, turned).wait();  // rank 1 comes when it has the large one
           pending.wait();
@@ -188,7 +189,8 @@ RANK_BODY(shm_many) {
         for (int i = 0; i < 300; ++i) {
           const int64_t next = (get_rank() + 1) % get_world_size(),
                         previous = (get_rank() + get_world_size() - 1) % get_world_size();
-          pending.push_back(comm::send(at::full({i % 50 == 0 ? 100000 : 2}, static_cast<float>(i)), next, group, i));
+          pending.push_back(
+              comm::send(at::full({i % 50 == 0 ? 100000 : 2}, static_cast<float>(i)), next, group, i));
           tensors.push_back(at::empty({i % 50 == 0 ? 100000 : 2}));
           pending.push_back(comm::recv(tensors.back(), previous, group, i));
         }
@@ -199,9 +201,11 @@ RANK_BODY(shm_many) {
         }
         // A call with more tensors than can be posted at once.
         Tensors coalesced(2000, at::Tensor());
-        for (size_t i = 0; i < coalesced.size(); ++i) coalesced[i] = at::full({1 + static_cast<int64_t>(i % 5)}, 1.f);
+        for (size_t i = 0; i < coalesced.size(); ++i)
+          coalesced[i] = at::full({1 + static_cast<int64_t>(i % 5)}, 1.f);
         group->allreduce_coalesced(coalesced)->wait();
-        for (const auto& tensor : coalesced) EXPECT_EQ(tensor.sum().item<float>(), 3.f * static_cast<float>(tensor.numel()));
+        for (const auto& tensor : coalesced)
+          EXPECT_EQ(tensor.sum().item<float>(), 3.f * static_cast<float>(tensor.numel()));
       },
       on_shm());
 }
@@ -221,13 +225,18 @@ RANK_BODY(shm_mismatch) {
         };
         expect(
             [&] {
-              odd ? comm::barrier(group).wait() : comm::all_reduce(at::ones({2}), ReduceOp::SUM, group).wait();
+              odd ? comm::barrier(group).wait()
+                  : comm::all_reduce(at::ones({2}), ReduceOp::SUM, group).wait();
             },
             "different collectives", "all_reduce(sum, Float[2])", "barrier()");
         expect([&] { comm::all_reduce(at::ones({odd ? 3 : 2}), ReduceOp::SUM, group).wait(); },
                "different shapes", "all_reduce(sum, Float[2])", "all_reduce(sum, Float[3])");
-        expect([&] { comm::all_reduce(at::ones({100000}, odd ? at::kDouble : at::kFloat), ReduceOp::SUM, group).wait(); },
-               "different dtypes", "all_reduce(sum, Float[100000])", "all_reduce(sum, Double[100000])");
+        expect(
+            [&] {
+              comm::all_reduce(at::ones({100000}, odd ? at::kDouble : at::kFloat), ReduceOp::SUM, group)
+                  .wait();
+            },
+            "different dtypes", "all_reduce(sum, Float[100000])", "all_reduce(sum, Double[100000])");
         expect([&] { comm::broadcast(at::ones({2}), get_rank(), group).wait(); }, "different roots",
                "broadcast(root 0", "broadcast(root 1");
         expect(
@@ -283,7 +292,8 @@ int64_t shared_memory() {
   for (std::string line; std::getline(maps, line);) count += line.find("memfd:tessera") != std::string::npos;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code none;
-    count += std::filesystem::read_symlink(entry.path(), none).string().find("memfd:tessera") != std::string::npos;
+    count +=
+        std::filesystem::read_symlink(entry.path(), none).string().find("memfd:tessera") != std::string::npos;
   }
   return count;
 }

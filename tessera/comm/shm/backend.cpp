@@ -61,8 +61,9 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request
   TESSERA_CHECK(request.store,
                 "The \"shm\" backend needs a store through which the processes find one another; set "
                 "WorldOptions::store.");
-  return c10::make_intrusive<PostingBackend>(kBackendName, std::make_shared<ShmPoster>(request), request.member,
-                                             static_cast<int64_t>(request.ranks.size()), request.timeout);
+  return c10::make_intrusive<PostingBackend>(kBackendName, std::make_shared<ShmPoster>(request),
+                                             request.member, static_cast<int64_t>(request.ranks.size()),
+                                             request.timeout);
 }
 
 }  // namespace tessera::shm

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 namespace tessera::shm {
 
@@ -53,7 +54,7 @@ bool Collectives::share_data(const CollectiveCall& call, PostedCall& shared) con
   if (bytes > PostedCall::kDataBytes) return false;
   std::byte* target = shared.data.data();
   for (const Buffer& buffer : call.in) {
-    if (const uint64_t size = bytes_in(buffer)) std::memcpy(target, buffer.data, size);
+    if (const uint64_t size = bytes_in(buffer)) write_shared(target, buffer.data, size);
     target += in_lines(bytes_in(buffer));
   }
   return true;
@@ -161,8 +162,8 @@ bool Collectives::make_plan(uint64_t number, bool is_direct, Milliseconds timeou
   bool is_alike = size <= PostedCall::kCallBytes && mine.call.asked.kind == comm::ErrorKind::none;
   for (int64_t i = 0; i < size_ && is_alike; ++i) {
     const PostedCall& other = shared_call(i, number);
-    is_alike = i == me_ || (other.call_bytes == size &&
-                            std::memcmp(other.call.data(), mine.bytes.data(), size) == 0);
+    is_alike = i == me_ ||
+               (other.call_bytes == size && std::memcmp(other.call.data(), mine.bytes.data(), size) == 0);
   }
   std::vector<std::vector<std::byte>> bytes;
   if (!is_alike) bytes = all_call_bytes(number, timeout, what);
@@ -304,8 +305,7 @@ void Collectives::run_staged(bool is_sliced, Milliseconds timeout, What what) {
 }
 
 Collectives::Range Collectives::in_round(const Part& part, uint64_t round) {
-  return {std::max(part.begin, round * kRound),
-          std::min(part.begin + part.bytes, round * kRound + kRound)};
+  return {std::max(part.begin, round * kRound), std::min(part.begin + part.bytes, round * kRound + kRound)};
 }
 
 Collectives::Range Collectives::slice_of(const Range& range, int64_t member) const {
@@ -322,7 +322,7 @@ void Collectives::stage(uint64_t round, bool is_sliced) const {
     if (!part.is_staged || range.empty()) continue;
     const auto copy = [&](uint64_t begin, uint64_t end) {
       if (begin < end)
-        std::memcpy(area + (begin - round * kRound), part.in + (begin - part.begin), end - begin);
+        write_shared(area + (begin - round * kRound), part.in + (begin - part.begin), end - begin);
     };
     // Nobody else needs what this member reduces itself.
     const Range mine = is_sliced ? slice_of(range, me_) : Range{range.end, range.end};
@@ -332,14 +332,13 @@ void Collectives::stage(uint64_t round, bool is_sliced) const {
 }
 
 void Collectives::reduce_range(const Task& task, const Part& part, const Range& range, uint64_t round,
-                               std::span<std::byte* const> targets) {
+                               std::byte* target) {
   for (int64_t i = 0; i < size_; ++i) {
     sources_[i] = i == me_ ? part.in + (range.begin - part.begin)
                            : member_.segment().staged(i, step_) + (range.begin - round * kRound);
   }
   const auto elements = static_cast<int64_t>((range.end - range.begin) / c10::elementSize(task.dtype));
-  comm::reduce_values(task.dtype, plan_.op, plan_.factor, sources_.data(), size_, targets.data(),
-                      static_cast<int64_t>(targets.size()), 0, elements);
+  comm::reduce_values(task.dtype, plan_.op, plan_.factor, sources_.data(), size_, &target, 1, 0, elements);
 }
 
 void Collectives::take(uint64_t round) {
@@ -349,12 +348,12 @@ void Collectives::take(uint64_t round) {
     if (!part.out || range.empty()) continue;
     std::byte* const target = part.out + (range.begin - part.begin);
     if (plan_.op != c10d::ReduceOp::UNUSED) {
-      reduce_range(plan_.tasks[i], part, range, round, {&target, 1});
+      reduce_range(plan_.tasks[i], part, range, round, target);
       continue;
     }
-    const std::byte* source = part.source == me_
-                                  ? part.in + (range.begin - part.begin)
-                                  : member_.segment().staged(part.source, step_) + (range.begin - round * kRound);
+    const std::byte* source =
+        part.source == me_ ? part.in + (range.begin - part.begin)
+                           : member_.segment().staged(part.source, step_) + (range.begin - round * kRound);
     if (source != target) comm::copy_bytes(target, source, range.end - range.begin, streaming_);
   }
 }
@@ -365,10 +364,10 @@ void Collectives::reduce_slices(uint64_t round) {
     const Range range = in_round(part, round);
     const Range mine = range.empty() ? range : slice_of(range, me_);
     if (mine.empty()) continue;
-    const std::array<std::byte*, 2> targets{
-        part.out + (mine.begin - part.begin),
-        member_.segment().results(step_) + (mine.begin - round * kRound)};
-    reduce_range(plan_.tasks[i], part, mine, round, targets);
+    std::byte* const target = part.out + (mine.begin - part.begin);
+    reduce_range(plan_.tasks[i], part, mine, round, target);
+    write_shared(member_.segment().results(step_) + (mine.begin - round * kRound), target,
+                 mine.end - mine.begin);
   }
 }
 

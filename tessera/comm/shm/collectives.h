@@ -10,7 +10,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -90,7 +89,7 @@ class Collectives {
   void reduce_slices(uint64_t round);
   void take_results(uint64_t round) const;
   void reduce_range(const comm::Task& task, const Part& part, const Range& range, uint64_t round,
-                    std::span<std::byte* const> targets);
+                    std::byte* target);
 
   Member& member_;
   const int64_t me_, size_;

@@ -16,8 +16,8 @@ using comm::kAnySource;
 /// Copies into the ring, or out of it, at a position among all bytes that ever went through it.
 void write_ring(Channel& channel, uint64_t position, const std::byte* data, uint64_t bytes) {
   const uint64_t begin = position % Channel::kRingBytes, first = std::min(bytes, Channel::kRingBytes - begin);
-  std::memcpy(channel.ring.data() + begin, data, first);
-  std::memcpy(channel.ring.data(), data + first, bytes - first);
+  write_shared(channel.ring.data() + begin, data, first);
+  write_shared(channel.ring.data(), data + first, bytes - first);
 }
 void read_ring(const Channel& channel, uint64_t position, std::byte* data, uint64_t bytes) {
   const uint64_t begin = position % Channel::kRingBytes, first = std::min(bytes, Channel::kRingBytes - begin);
@@ -94,9 +94,10 @@ bool Messages::write_to(int64_t to) {
     const uint64_t limit = channel.read.value.load() + Channel::kRingBytes;
     while (message.written < all && position < limit) {
       const bool in_head = message.written < sizeof(Head);
-      const std::byte* data = in_head ? reinterpret_cast<const std::byte*>(&message.head) + message.written
-                                      : static_cast<const std::byte*>(message.parcel->tensor.const_data_ptr()) +
-                                            (message.written - sizeof(Head));
+      const std::byte* data = in_head
+                                  ? reinterpret_cast<const std::byte*>(&message.head) + message.written
+                                  : static_cast<const std::byte*>(message.parcel->tensor.const_data_ptr()) +
+                                        (message.written - sizeof(Head));
       const uint64_t bytes = std::min((in_head ? sizeof(Head) : all) - message.written, limit - position);
       write_ring(channel, position, data, bytes);
       position += bytes;
@@ -127,8 +128,8 @@ bool Messages::take_answers_of(int64_t from) {
     parcel.source = me_;
     const auto& ranks = member_.ranks();
     if (value % 2 == 1)
-      parcel.error = comm::misfit_of_messages(ranks[me_], parcel.str(ranks, true), ranks[from],
-                                              answer.wanted.data());
+      parcel.error =
+          comm::misfit_of_messages(ranks[me_], parcel.str(ranks, true), ranks[from], answer.wanted.data());
     parcel.state = value % 2 == 1 ? Parcel::failed : Parcel::done;
     each = peer.unanswered.erase(each);
     has_some = true;
@@ -201,7 +202,8 @@ void Messages::match(const std::shared_ptr<Received>& message, const std::shared
     return;
   }
   message->parcel = parcel;
-  if (message->read == sizeof(Head) + head.bytes && peers_[message->from].coming != message) deliver(*message);
+  if (message->read == sizeof(Head) + head.bytes && peers_[message->from].coming != message)
+    deliver(*message);
 }
 
 void Messages::deliver(Received& message) {
@@ -267,7 +269,8 @@ void Messages::wait(const std::shared_ptr<Parcel>& parcel, bool sending, Millise
       }
       give_up(why);
     }
-    if (const std::string gone = peer == kAnySource ? "" : member_.why_gone(peer); !gone.empty() && !is_done())
+    if (const std::string gone = peer == kAnySource ? "" : member_.why_gone(peer);
+        !gone.empty() && !is_done())
       give_up(c10::str(who, " cannot complete ", what(), ": ", gone, "."));
     if (Member::Clock::now() >= deadline)
       give_up(c10::str(who, " timed out: it gave up after ", timeout.count(), " ms in ", what(),

@@ -81,7 +81,8 @@ class Messages {
   const int64_t me_;
   std::mutex mutex_;
   std::vector<Peer> peers_;
-  std::list<std::shared_ptr<Received>> kept_;  // those that nobody wants so far, in the order in which they came
+  std::list<std::shared_ptr<Received>>
+      kept_;  // those that nobody wants so far, in the order in which they came
   std::list<std::shared_ptr<Parcel>> wanted_;  // in the order in which they were posted
 };
 

@@ -92,14 +92,14 @@ struct Passing {
   }
 };
 
-bool send_descriptor(int socket, int descriptor) {
+void send_descriptor(int socket, int descriptor) {
   Passing passing;
   cmsghdr* head = CMSG_FIRSTHDR(&passing.message);
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
   head->cmsg_len = CMSG_LEN(sizeof descriptor);
   std::memcpy(CMSG_DATA(head), &descriptor, sizeof descriptor);
-  return ::sendmsg(socket, &passing.message, MSG_NOSIGNAL) == 1;
+  ::sendmsg(socket, &passing.message, MSG_NOSIGNAL);
 }
 
 int receive_descriptor(int socket) {
@@ -124,23 +124,32 @@ bool wait_for_input(int socket, Clock::time_point deadline) {
   return left.count() > 0 && ::poll(&look, 1, static_cast<int>(std::min<int64_t>(left.count(), INT_MAX))) > 0;
 }
 
+std::string here(int64_t member) { return "here/" + std::to_string(member); }
+
 /// Hands the file to each of the other members.
 void hand_out(int file, const BackendRequest& request, Clock::time_point deadline) {
   const Descriptor listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), "socket");
   Address address;  // the system chooses a name
-  const int others = static_cast<int>(request.ranks.size()) - 1;
-  TESSERA_CHECK(::bind(listener, address.get(), address.length) == 0 && ::listen(listener, others) == 0,
+  const auto size = static_cast<int>(request.ranks.size());
+  TESSERA_CHECK(::bind(listener, address.get(), address.length) == 0 && ::listen(listener, size) == 0,
                 "Processes cannot share memory: a local socket cannot be made: ", std::strerror(errno));
   address.length = sizeof address.value;
   ::getsockname(listener, address.get(), &address.length);
   request.store->set("socket", address.name());
-  for (int served = 0; served < others;) {
+  // Waits for the store end when the world fails; waits for the socket do not. So they come here first.
+  for (int i = 1; i < size; ++i) request.store->get(here(i));
+  for (int served = 1; served < size;) {
     TESSERA_CHECK(wait_for_input(listener, deadline), "Rank ", request.ranks[request.member],
-                  " timed out while it made the group ", request.name, ": ", others - served,
+                  " timed out while it made the group ", request.name, ": ", size - served,
                   " of its members did not come for the memory that they share.");
     const Descriptor connection(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC), "accept");
-    if (is_of_this_user(connection) && send_descriptor(connection, file)) ++served;
+    if (!is_of_this_user(connection)) continue;
+    send_descriptor(connection, file);  // if it has died, others find out
+    ++served;
   }
+  // Another group of this name, later, begins anew.
+  request.store->deleteKey("socket");
+  for (int i = 1; i < size; ++i) request.store->deleteKey(here(i));
 }
 
 int fetch_file(const BackendRequest& request, Clock::time_point deadline) {
@@ -149,6 +158,7 @@ int fetch_file(const BackendRequest& request, Clock::time_point deadline) {
   TESSERA_CHECK(::connect(connection, address.get(), address.length) == 0 && is_of_this_user(connection),
                 "Rank ", request.ranks[request.member], " cannot reach rank ", request.ranks[0],
                 ", which has the memory that the group ", request.name, " shares: ", std::strerror(errno));
+  request.store->set(here(request.member), bytes_of("yes"));
   TESSERA_CHECK(wait_for_input(connection, deadline), "Rank ", request.ranks[request.member],
                 " timed out while it made the group ", request.name, ": rank ", request.ranks[0],
                 " did not hand out the memory that they share.");

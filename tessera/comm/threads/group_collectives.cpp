@@ -146,7 +146,8 @@ void GroupCollectives::run_task(const Slot& slot, const Task& task, int64_t firs
   std::byte* const* sources = plan.pointers.data() + task.first_source;
   std::byte* const* targets = plan.pointers.data() + task.first_target;
   if (plan.op != c10d::ReduceOp::UNUSED) {
-    comm::reduce_values(task.dtype, plan.op, plan.factor, sources, task.sources, targets, task.targets, first, elements);
+    comm::reduce_values(task.dtype, plan.op, plan.factor, sources, task.sources, targets, task.targets, first,
+                        elements);
     return;
   }
   const auto offset = static_cast<size_t>(first * item_size(task));
@@ -272,7 +273,7 @@ bool GroupCollectives::has_left(int64_t member) const {
 void GroupCollectives::throw_aborted(int64_t member, const std::string& what) const {
   std::lock_guard lock(mutex_);
   throw comm::PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, " of group ",
-                           c10::IntArrayRef(members_), ": ", reason_, "."));
+                                 c10::IntArrayRef(members_), ": ", reason_, "."));
 }
 
 }  // namespace tessera::threads

@@ -100,8 +100,8 @@ void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chr
       const std::string what = parcel->str(members, sending);
       if (collectives_.aborted()) collectives_.throw_aborted(me, what);
       if (in_time) {
-        throw comm::PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ", members[peer],
-                                 " has ended and takes part in no more."));
+        throw comm::PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ",
+                                       members[peer], " has ended and takes part in no more."));
       }
       TESSERA_CHECK(false, "Rank ", members[me], " gave up after ", timeout.count(), " ms in ", what,
                     ": the other side never came.");

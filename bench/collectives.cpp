@@ -1,5 +1,5 @@
-// Collectives from 4 B to 64 MB: ranks as threads against gloo processes and against memcpy of the same
-// bytes, measured in one run.
+// Collectives from 4 B to 64 MB: ranks as threads, and as processes that share memory, against gloo processes and
+// against memcpy of the same bytes, measured in one run.
 
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
@@ -94,28 +94,42 @@ Times measure_threads(int64_t ranks, const std::vector<int64_t>& sizes) {
   return times;
 }
 
-void gloo_rank(const std::vector<int64_t>& sizes) {
-  launch(1, [&] {
-    const auto world = current_world();
-    for (const auto& operation : kOperations) {
-      for (const int64_t bytes : sizes) {
-        const double t =
-            measure(operation, bytes, batch_for(bytes, 2e-4 * world->size(), 1e-9 * world->size()), 5,
-                    world->group());
-        if (world->rank() == 0) std::cout << operation << ' ' << bytes << ' ' << t << '\n';
-      }
-    }
-  });
+/// How long a call takes on each backend of processes, about, in seconds: to begin, and for each byte.
+struct Expected {
+  double fixed, per_byte;
+};
+const std::map<std::string, Expected> kProcesses{{"shm", {3e-6, 2e-10}}, {"gloo", {2e-4, 1e-9}}};
+
+void process_rank(const std::string& backend, const std::vector<int64_t>& sizes) {
+  const Expected expected = kProcesses.at(backend);
+  RunOptions options;
+  options.backend = backend;
+  launch(
+      1,
+      [&] {
+        const auto world = current_world();
+        const auto n = static_cast<double>(world->size());
+        for (const auto& operation : kOperations) {
+          for (const int64_t bytes : sizes) {
+            const double t =
+                measure(operation, bytes, batch_for(bytes, expected.fixed * n, expected.per_byte * n), 7,
+                        world->group());
+            if (world->rank() == 0) std::cout << operation << ' ' << bytes << ' ' << t << '\n';
+          }
+        }
+      },
+      options);
 }
 
-Times measure_gloo(int64_t ranks, const std::vector<std::string>& arguments, bool checked) {
-  std::vector<std::string> command{support::this_program(), "--gloo-rank"};
+Times measure_processes(const std::string& backend, int64_t ranks, const std::vector<std::string>& arguments,
+                        bool checked = false) {
+  std::vector<std::string> command{support::this_program(), "--process-rank", backend};
   command.insert(command.end(), arguments.begin(), arguments.end());
   support::SpawnOptions options;
   options.environment = {{"TESSERA_CHECK_COLLECTIVES", checked ? "1" : "0"}};
   const auto results = support::spawn(ranks, command, options);
   for (const auto& result : results) {
-    if (!result.ok()) throw std::runtime_error("a gloo process failed:\n" + result.output);
+    if (!result.ok()) throw std::runtime_error("a process failed on " + backend + ":\n" + result.output);
   }
   Times times;
   std::istringstream lines(results[0].output);
@@ -124,6 +138,11 @@ Times measure_gloo(int64_t ranks, const std::vector<std::string>& arguments, boo
   double t = 0;
   while (lines >> operation >> bytes >> t) times[{operation, bytes}] = t;
   return times;
+}
+
+double median_of(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
 }
 
 double measure_memcpy(int64_t bytes) {
@@ -145,21 +164,22 @@ std::string human(int64_t bytes) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Collectives: ranks as threads, gloo processes and memcpy, in one run");
+  CLI::App app("Collectives: ranks as threads, as processes on shm and gloo, and memcpy, in one run");
   std::vector<int64_t> rank_counts{2, 4, 8};
   std::vector<int64_t> sizes = kSizes;
-  bool gloo_child = false, no_gloo = false;
+  bool no_gloo = false;
+  std::string process_backend;
   app.add_option("--ranks", rank_counts, "How many ranks")->delimiter(',')->check(CLI::Range(1, 64));
   app.add_option("--sizes", sizes, "Bytes of the larger of input and output")
       ->delimiter(',')
       ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
   app.add_flag("--no-gloo", no_gloo, "Leave the gloo processes out");
-  app.add_flag("--gloo-rank", gloo_child, "Be one of the gloo processes")->group("");
+  app.add_option("--process-rank", process_backend, "Be one of the processes of this backend")->group("");
   CLI11_PARSE(app, argc, argv);
   std::string sizes_text;
   for (const int64_t size : sizes) sizes_text += (sizes_text.empty() ? "" : ",") + std::to_string(size);
-  if (gloo_child) {
-    gloo_rank(sizes);
+  if (!process_backend.empty()) {
+    process_rank(process_backend, sizes);
     return 0;
   }
 
@@ -169,27 +189,33 @@ int main(int argc, char** argv) {
     std::cerr << "measuring " << ranks << " ranks..." << std::endl;
     const Times threads = measure_threads(ranks, sizes);
     const std::vector<std::string> arguments{"--sizes", sizes_text};
-    const Times gloo = no_gloo ? Times{} : measure_gloo(ranks, arguments, false);
-    const Times checked = no_gloo ? Times{} : measure_gloo(ranks, arguments, true);
-    std::printf("\n%lld ranks on %ld cores%18s%12s%12s%16s%16s%16s\n", static_cast<long long>(ranks),
-                sysconf(_SC_NPROCESSORS_ONLN), "threads", "gloo", "memcpy", "threads/memcpy", "gloo/threads",
-                "checked/gloo");
+    const Times shm = measure_processes("shm", ranks, arguments);
+    const Times gloo = no_gloo ? Times{} : measure_processes("gloo", ranks, arguments);
+    const Times checked = no_gloo ? Times{} : measure_processes("gloo", ranks, arguments, true);
+    std::printf("\n%lld ranks on %ld cores%18s%12s%12s%12s%16s%14s%14s%14s%14s\n",
+                static_cast<long long>(ranks), sysconf(_SC_NPROCESSORS_ONLN), "threads", "shm", "gloo",
+                "memcpy", "threads/memcpy", "shm/memcpy", "gloo/threads", "gloo/shm", "checked/gloo");
+    std::vector<double> ahead;  // of gloo
     for (const auto& operation : kOperations) {
       for (const int64_t bytes : sizes) {
-        const double t = threads.at({operation, bytes}), copy = copies.at(bytes);
-        std::printf("  %-16s%8s%9.2f us", operation.c_str(), human(bytes).c_str(), t * 1e6);
+        const std::pair key{operation, bytes};
+        const double t = threads.at(key), s = shm.at(key), copy = copies.at(bytes);
+        std::printf("  %-16s%8s%9.2f us%9.2f us", operation.c_str(), human(bytes).c_str(), t * 1e6, s * 1e6);
         if (no_gloo) {
           std::printf("%12s", "-");
         } else {
-          std::printf("%9.1f us", gloo.at({operation, bytes}) * 1e6);
+          std::printf("%9.1f us", gloo.at(key) * 1e6);
         }
-        std::printf("%9.2f us%15.2fx", copy * 1e6, t / copy);
-        if (!no_gloo)
-          std::printf("%15.1fx%15.2fx", gloo.at({operation, bytes}) / t,
-                      checked.at({operation, bytes}) / gloo.at({operation, bytes}));
+        std::printf("%9.2f us%15.2fx%13.2fx", copy * 1e6, t / copy, s / copy);
+        if (!no_gloo) {
+          ahead.push_back(gloo.at(key) / s);
+          std::printf("%13.1fx%13.1fx%13.2fx", gloo.at(key) / t, ahead.back(),
+                      checked.at(key) / gloo.at(key));
+        }
         std::printf("\n");
       }
     }
+    if (!ahead.empty()) std::printf("  shm is %.1fx ahead of gloo at the median\n", median_of(ahead));
     std::fflush(stdout);
   }
   return 0;

@@ -1,3 +1,4 @@
+#include <tessera/comm/backends.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/forward_ad.h>
 #include <tessera/comm/run.h>
@@ -136,6 +137,26 @@ void adopt_process_group(int64_t rank, int64_t size, const py::object& store, do
   init_process_group(std::move(options));
 }
 
+/// A group of these processes whose backend is "shm". torch.distributed takes the backend out of it, as it knows how to turn
+/// that into an object of Python.
+py::object make_shm_group(const py::object& store, int64_t member, const std::vector<int64_t>& ranks,
+                          double timeout, const std::string& name) {
+  BackendRequest request;
+  request.store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(store.cast<c10d::Store*>());
+  request.ranks = ranks;
+  request.member = member;
+  request.name = name;
+  request.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
+  Group group;
+  {
+    const py::gil_scoped_release release;
+    group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(member),
+                                                    static_cast<int>(ranks.size()));
+    group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, make_backend("shm", request));
+  }
+  return from_group(group);
+}
+
 }  // namespace
 
 void ensure_world() { py::module_::import("tessera._world").attr("ensure")(); }
@@ -145,6 +166,8 @@ void bind_worlds(py::module_& module) {
              py::arg("timeout"), py::arg("backend"), py::arg("threads_per_rank"));
   module.def("adopt_process_group", &adopt_process_group, py::arg("rank"), py::arg("size"), py::arg("store"),
              py::arg("timeout"), py::arg("backend"));
+  module.def("make_shm_group", &make_shm_group, py::arg("store"), py::arg("member"), py::arg("ranks"),
+             py::arg("timeout"), py::arg("name"));
   module.def("forget_process_group", [] {
     const py::gil_scoped_release release;
     destroy_process_group();

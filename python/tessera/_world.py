@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tessera import _C, _process
@@ -81,10 +82,29 @@ def ensure() -> None:
     is_fake = dist.get_backend() == "fake"  # then the others are not there, and the store may be none either
     store = None if is_fake else dist.distributed_c10d._get_default_store()
     timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
-    _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout, "fake" if is_fake else "")
+    backend = "fake" if is_fake else _backend_of_cpu()
+    _C.adopt_process_group(dist.get_rank(), dist.get_world_size(), store, timeout, backend)
     if _adopted is None:
         _tell_others_of_the_end()
     _adopted = group
+
+
+def _backend_of_cpu() -> str:
+    """What carries tensors of the CPU, as torch.distributed was told: for the groups that it cannot make."""
+    backends = dist.get_backend_config().split(",")
+    return "cpu:shm" if "cpu:shm" in backends else "cpu:gloo"
+
+
+def _make_shm_backend(options: Any, _: Any) -> Any:
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    timeout = options.timeout.total_seconds()
+    name = f"shm/cpu/{options.group_id}"
+    group = _C.make_shm_group(options.store, options.group_rank, ranks, timeout, name)
+    return group._get_backend(torch.device("cpu"))
+
+
+if dist.is_available():
+    dist.Backend.register_backend("shm", _make_shm_backend, extended_api=True, devices=["cpu"])
 
 
 def _tell_others_of_the_end() -> None:

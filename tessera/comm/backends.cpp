@@ -1,4 +1,5 @@
 #include <tessera/comm/builtin_backends.h>
+#include <tessera/comm/shm/backend.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/error.h>
 
@@ -9,17 +10,10 @@ namespace tessera {
 
 namespace {
 
-c10::intrusive_ptr<c10d::Backend> make_threads_backend(const BackendRequest& request) {
-  TESSERA_CHECK(request.hub,
-                "The \"threads\" backend connects ranks that are threads of one process; start them with "
-                "tessera::run. For ranks that are processes use \"gloo\" or \"nccl\".");
-  return c10::make_intrusive<threads::ThreadsBackend>(request.hub->meeting_point(request.ranks, request.name),
-                                                      request.member, request.timeout);
-}
-
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, BackendFactory> factories{{threads::kBackendName, make_threads_backend},
+  std::map<std::string, BackendFactory> factories{{threads::kBackendName, threads::make_threads_backend},
+                                                  {shm::kBackendName, shm::make_shm_backend},
                                                   {"gloo", make_gloo_backend},
                                                   {"nccl", make_nccl_backend},
                                                   {"fake", make_fake_backend}};

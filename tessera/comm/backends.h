@@ -38,7 +38,7 @@ struct BackendRequest {
 using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)>;
 
 /// Makes a backend known by name, for WorldOptions::backend and RunOptions::backend. The built-in ones are
-/// "threads", "gloo", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
+/// "threads", "shm", "gloo", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
 TESSERA_API void register_backend(const std::string& name, BackendFactory factory);
 
 /// Makes one by name, for instance to wrap it. Throws, listing the known names, if `name` is none of them.

@@ -86,6 +86,7 @@ std::string describe(const CollectiveCall& call) {
 void CollectivePlan::clear() {
   tasks.clear();
   pointers.clear();
+  owners.clear();
   op = ReduceOp::UNUSED;
   factor = 1;
 }
@@ -195,13 +196,17 @@ class Planner {
     task_.dtype = like.dtype;
     task_.first_source = static_cast<uint32_t>(plan_.pointers.size());
   }
-  void source(const Buffer& buffer) {
+  void point_to(size_t r, const Buffer& buffer) {
     plan_.pointers.push_back(buffer.data);
+    plan_.owners.push_back(static_cast<uint32_t>(r));
+  }
+  void source(size_t r, const Buffer& buffer) {
+    point_to(r, buffer);
     ++task_.sources;
   }
   void targets() { task_.first_target = static_cast<uint32_t>(plan_.pointers.size()); }
-  void target(const Buffer& buffer) {
-    plan_.pointers.push_back(buffer.data);
+  void target(size_t r, const Buffer& buffer) {
+    point_to(r, buffer);
     ++task_.targets;
   }
   void end() {
@@ -211,9 +216,9 @@ class Planner {
   void copy(size_t a, const Buffer& given, size_t b, const Buffer& taken) {
     agree(a, given, b, taken);
     begin(given);
-    source(given);
+    source(a, given);
     targets();
-    target(taken);
+    target(b, taken);
     end();
   }
 
@@ -222,10 +227,10 @@ class Planner {
       begin(calls_[0].in[i]);
       for (size_t r = 0; r < n_; ++r) {
         agree(r, calls_[r].in[i], 0, calls_[0].in[i]);
-        source(calls_[r].in[i]);
+        source(r, calls_[r].in[i]);
       }
       targets();
-      for (const CollectiveCall& call : calls_) target(call.out[i]);
+      for (size_t r = 0; r < n_; ++r) target(r, calls_[r].out[i]);
       end();
     }
   }
@@ -236,10 +241,10 @@ class Planner {
       begin(calls_[root].in[i]);
       for (size_t r = 0; r < n_; ++r) {
         agree(r, calls_[r].in[i], root, calls_[root].in[i]);
-        source(calls_[r].in[i]);
+        source(r, calls_[r].in[i]);
       }
       targets();
-      target(calls_[root].out[i]);
+      target(root, calls_[root].out[i]);
       end();
     }
   }
@@ -248,11 +253,11 @@ class Planner {
     const auto root = static_cast<size_t>(calls_[0].root);
     for (size_t i = 0; i < calls_[0].in.size(); ++i) {
       begin(calls_[root].in[i]);
-      source(calls_[root].in[i]);
+      source(root, calls_[root].in[i]);
       targets();
       for (size_t r = 0; r < n_; ++r) {
         agree(root, calls_[root].in[i], r, calls_[r].out[i]);
-        if (r != root) target(calls_[r].out[i]);
+        if (r != root) target(r, calls_[r].out[i]);
       }
       end();
     }
@@ -281,12 +286,12 @@ class Planner {
       for (size_t q = 0; q < n_; ++q) {
         const Buffer& given = calls_[q].in[i];
         begin(given);
-        source(given);
+        source(q, given);
         targets();
         for (size_t r = 0; r < n_; ++r) {
           const Buffer taken = part(r, calls_[r].out, i, q, offset, given.elements);
           agree(q, given, r, taken);
-          target(taken);
+          target(r, taken);
         }
         end();
         offset += given.elements;
@@ -304,10 +309,10 @@ class Planner {
         for (size_t q = 0; q < n_; ++q) {
           const Buffer given = part(q, calls_[q].in, i, r, offset, taken.elements);
           agree(q, given, r, taken);
-          source(given);
+          source(q, given);
         }
         targets();
-        target(taken);
+        target(r, taken);
         end();
         offset += taken.elements;
       }

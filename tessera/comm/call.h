@@ -90,6 +90,7 @@ struct Task {
 struct CollectivePlan {
   std::vector<Task> tasks;  // none is empty
   std::vector<std::byte*> pointers;
+  std::vector<uint32_t> owners;  // of the pointers: members
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::UNUSED;
   double factor = 1;
 

@@ -1,13 +1,15 @@
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/blocking.h>
+#include <tessera/comm/blocking_work.h>
 #include <tessera/comm/called.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
 #include <tessera/comm/posting.h>
 #include <tessera/comm/process_rank.h>
+#include <tessera/comm/reduction.h>
+#include <tessera/comm/shm/backend.h>
 #include <tessera/comm/threads/backend.h>
-#include <tessera/comm/threads/kernels.h>
 #include <tessera/comm/waits.h>
 #include <tessera/error.h>
 #include <tessera/thread_scope.h>
@@ -25,8 +27,16 @@ namespace {
 using c10d::ReduceOp;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-bool is_transport(const Group& group) {
-  return group && group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM;
+/// The group's default one; torch.distributed gives a group none if its backends were named by device, as "cpu:shm".
+Backend default_backend(const Group& group) {
+  const bool has_one = group->getBackendType() != c10d::ProcessGroup::BackendType::UNDEFINED;
+  return has_one ? group->getDefaultBackend() : group->getBackend(at::kCPU);
+}
+
+/// Whether its ranks are processes: of custom backends, that holds for one of ours.
+bool is_of_processes(const Group& group) {
+  return group && (group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM ||
+                   group->getDefaultBackend()->getBackendName() == shm::kBackendName);
 }
 
 /// The backend of the group for where `tensor` is.
@@ -34,17 +44,27 @@ Backend backend_of(const Group& group, const at::Tensor& tensor) {
   TESSERA_CHECK_VALUE(group, "A collective was called on no group.");
   TESSERA_CHECK_VALUE(tensor.defined(),
                       "A collective was given an undefined tensor; pass one of zero elements instead.");
-  TESSERA_CHECK(
-      group->getStore() || !is_transport(group),
-      "The group of this collective has ended with its world (destroy_process_group). Make meshes and "
-      "tensors anew.");
-  return group->getBackend(tensor.device().type());
+  const auto device = tensor.device().type();
+  const bool is_custom = group->getBackendType() == c10d::ProcessGroup::BackendType::CUSTOM;
+  const auto check_alive = [&](bool is_alive) {
+    TESSERA_CHECK(
+        is_alive,
+        "The group of this collective has ended with its world (destroy_process_group). Make meshes "
+        "and tensors anew.");
+  };
+  check_alive(group->getStore() || is_custom);
+  try {
+    return group->getBackend(device);
+  } catch (const c10::Error&) {
+    check_alive(group->getStore() || !group->hasBackendForDeviceType(device));
+    throw;
+  }
 }
 
 /// Whether the backend takes what we take. All others are transports, which take less.
 bool takes_all(const Backend& backend) {
   const std::string name = backend->getBackendName();
-  return name == threads::kBackendName || name == "fake";
+  return name == threads::kBackendName || name == shm::kBackendName || name == "fake";
 }
 
 /// What the transports (gloo, nccl) reduce by themselves.
@@ -86,7 +106,7 @@ void check_size(const Tensors& tensors, const Group& group, const char* what) {
 }
 
 void check_reduction(const at::Tensor& tensor, const ReduceOp& op, const char* what) {
-  TESSERA_CHECK_VALUE(threads::can_reduce(tensor.scalar_type(), op.op_), what, ": there is no reduction ",
+  TESSERA_CHECK_VALUE(can_reduce(tensor.scalar_type(), op.op_), what, ": there is no reduction ",
                       name(op.op_), " of ", tensor.scalar_type(), " values.");
 }
 
@@ -99,8 +119,8 @@ void reduce_locally(const at::Tensor& target, const Tensors& parts, const Reduce
   std::vector<std::byte*> sources;
   for (const at::Tensor& part : parts) sources.push_back(static_cast<std::byte*>(part.data_ptr()));
   std::byte* out = static_cast<std::byte*>(dense.data_ptr());
-  threads::reduce(target.scalar_type(), op.op_, premul, sources.data(), static_cast<int64_t>(sources.size()),
-                  &out, 1, 0, target.numel());
+  reduce_values(target.scalar_type(), op.op_, premul, sources.data(), static_cast<int64_t>(sources.size()),
+                &out, 1, 0, target.numel());
   if (!dense.is_same(target)) target.copy_(dense);
 }
 
@@ -202,13 +222,18 @@ class Observed {
   const Scope scope_{Scope::current() ? Scope::current() : this};
 };
 
+/// Whether it is the error of calls that do not fit together, which all ranks have, and not one of the transport.
+bool is_of_calls(const std::exception& error, const Group& group) {
+  return !dynamic_cast<const PeerError*>(&error) && takes_all(default_backend(group));
+}
+
 CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Content::sizes); }
 
 }  // namespace
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
     : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {
-  if (!work_ || !is_transport(group_)) return;
+  if (!work_ || !is_of_processes(group_)) return;
   auto maker = ProcessRank::maker_of(group_);
   rank_ = std::move(maker.rank);
   members_ = std::move(maker.members);
@@ -250,10 +275,11 @@ void Pending::wait() {
   const auto work = std::exchange(work_, {});
   try {
     const Blocking blocking;
-    std::optional<Wait> reported;
-    // That of ranks that are threads knows more, and says it.
-    if (rank_)
-      reported.emplace(
+    // What is done, or can be at once, is not worth being reported as a wait. That of ranks that are threads knows more.
+    if (!rank_ || work->isCompleted()) {
+      work->wait();
+    } else {
+      const Wait reported(
           rank_->rank(), [rank = rank_, call = call_] { return "in " + rank->record().describe(call); },
           rank_.get(),
           [rank = rank_, members = members_] {
@@ -261,14 +287,12 @@ void Pending::wait() {
             return monitor ? ". Of the ranks of its group:" + monitor->ask(members, std::chrono::seconds(1))
                            : "";
           });
-    if (rank_) {
       rank_->wait_for(group_, work);
-    } else {
-      work->wait();
     }
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
     Agreement::count_shared_error();
-    if (!rank_) throw;
+    if (rank_ && is_of_calls(error, group_)) rank_->record().end(call_);
+    if (!rank_ || is_of_calls(error, group_)) throw;
     rank_->rethrow(std::current_exception(), call_, members_);
   }
   if (rank_) rank_->record().end(call_);
@@ -503,7 +527,7 @@ Pending barrier(const Group& group) {
   const Observed observed("barrier", Tensors(), Tensors(), group);
   const Called called([&] { return sizes_in(Collective::barrier).build(); });
   TESSERA_CHECK_VALUE(group, "barrier: was called on no group.");
-  return Pending(group, group->getDefaultBackend()->barrier());
+  return Pending(group, default_backend(group)->barrier());
 }
 
 Pending send(const at::Tensor& tensor, int64_t to, const Group& group, int tag) {

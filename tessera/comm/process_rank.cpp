@@ -1,3 +1,4 @@
+#include <tessera/comm/host.h>
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/shared_error.h>
@@ -170,8 +171,10 @@ ProcessRank::ProcessRank(const WorldOptions& options)
     : rank_(options.rank),
       timeout_(options.timeout),
       address_(own_address(options.store)),
+      host_(memory_host()),
       store_(store_of_world(options, environment("TESSERA_JOB_TOKEN"))),
-      ports_(ports_of_given_group(options)) {
+      ports_(ports_of_given_group(options)),
+      shares_memory_{{rank_, true}} {
   Monitor::Options how;
   how.rank = rank_;
   how.size = options.size;
@@ -182,6 +185,7 @@ ProcessRank::ProcessRank(const WorldOptions& options)
   rank.state = [this] { return record_.state(); };
   rank.call_with = [this](int64_t other) { return record_.call_with(other); };
   rank.interrupt = [this] { interrupt(); };
+  store_->set(c10::str("group/hosts/", rank_), host_);
   monitor_ = std::make_shared<Monitor>(std::move(how), std::move(rank));
 }
 
@@ -225,6 +229,32 @@ void ProcessRank::expect_members(const std::string& group, const std::vector<int
                 " is of has ended (destroy_process_group). Make meshes and tensors anew.");
   if (!monitor->connect(ranks, timeout_) || !monitor->left(ranks).empty())
     give_up("making the group " + group, c10::str("gave up after ", timeout_.count(), " ms"), ranks);
+}
+
+bool ProcessRank::share_memory(c10::IntArrayRef ranks) {
+  std::vector<int64_t> unknown;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int64_t rank : ranks) {
+      const auto known = shares_memory_.find(rank);
+      if (known == shares_memory_.end())
+        unknown.push_back(rank);
+      else if (!known->second)
+        return false;
+    }
+  }
+  if (unknown.empty()) return true;
+  expect_members(label_of(ranks.vec(), ""), ranks.vec());
+  const auto hosts = store_for("hosts", ranks.vec(), "");
+  bool result = true;
+  for (const int64_t rank : unknown) {
+    const auto host = hosts->get(std::to_string(rank));
+    const bool shares = std::string(host.begin(), host.end()) == host_;
+    const std::lock_guard lock(mutex_);
+    shares_memory_[rank] = shares;
+    result = result && shares;
+  }
+  return result;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessRank::make_backend(const std::string& name,

@@ -4,8 +4,10 @@
 #include <tessera/comm/environment.h>
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
+#include <tessera/comm/shm/backend.h>
 #include <tessera/comm/sockets.h>
 #include <tessera/comm/store.h>
+#include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/hub.h>
 #include <tessera/comm/waits.h>
 #include <tessera/comm/world.h>
@@ -78,6 +80,11 @@ void check_members(c10::IntArrayRef ranks, int64_t rank, int64_t size) {
   TESSERA_CHECK_VALUE(twice == sorted.end(), "The group ", ranks, " has rank ", *twice, " more than once.");
 }
 
+/// Whether the backend compares what the ranks call, or nobody has to.
+bool compares_by_itself(const std::string& backend) {
+  return backend == threads::kBackendName || backend == shm::kBackendName || backend == "fake";
+}
+
 bool environment_asks_for_checks() {
   const char* value = std::getenv("TESSERA_CHECK_COLLECTIVES");
 #ifdef NDEBUG
@@ -85,6 +92,26 @@ bool environment_asks_for_checks() {
 #else
   return !value || std::string(value) != "0";
 #endif
+}
+
+using Backends = std::map<std::string, std::string>;
+
+/// What was chosen for the device; empty if nothing was.
+std::string chosen_backend(const Backends& backends, c10::DeviceType device) {
+  for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
+    if (const auto found = backends.find(key); found != backends.end()) return found->second;
+  }
+  return "";
+}
+
+/// What carries tensors on the device in a group of these ranks.
+std::string backend_for(const World& world, const Backends& backends, c10::IntArrayRef ranks,
+                        c10::DeviceType device) {
+  if (std::string chosen = chosen_backend(backends, device); !chosen.empty()) return chosen;
+  if (device == c10::DeviceType::CUDA) return "nccl";
+  if (world.hub()) return threads::kBackendName;
+  const auto& rank = world.process_rank();
+  return rank && rank->share_memory(ranks) ? shm::kBackendName : "gloo";
 }
 
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;
@@ -119,23 +146,22 @@ World::World(WorldOptions options)
                       options_.timeout.count(), " ms.");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();
   options_.check_collectives = options_.check_collectives || environment_asks_for_checks();
-  if (!options_.hub && options_.store && options_.size > 1 && backend(c10::DeviceType::CPU) != "fake")
+  if (!options_.hub && options_.store && options_.size > 1 &&
+      chosen_backend(backends_, c10::DeviceType::CPU) != "fake")
     process_rank_ = std::make_shared<ProcessRank>(options_);
 }
 
 World::~World() { leave(); }
 
 std::string World::backend(c10::DeviceType device) const {
-  for (const std::string& key : {c10::DeviceTypeName(device, /*lower_case=*/true), std::string()}) {
-    if (const auto found = backends_.find(key); found != backends_.end()) return found->second;
-  }
-  if (device == c10::DeviceType::CUDA) return "nccl";
-  return options_.hub ? "threads" : "gloo";
+  return backend_for(*this, backends_, all_ranks(size()), device);
 }
 
 Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {
-  GroupKey key{ranks.vec(), device, backend_name.empty() ? backend(device) : backend_name, ""};
   const Blocking blocking;
+  if (process_rank_) check_members(ranks, rank(), size());  // they are waited for
+  GroupKey key{ranks.vec(), device,
+               backend_name.empty() ? backend_for(*this, backends_, ranks, device) : backend_name, ""};
   std::lock_guard lock(mutex_);
   if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
   check_members(ranks, rank(), size());
@@ -146,6 +172,8 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
         std::set<uint16_t> added = listening_ports();
         for (const uint16_t port : before) added.erase(port);
         process_rank_->add_ports(added);
+        if (const auto backend = given->getBackend(device); backend->getBackendName() == shm::kBackendName)
+          process_rank_->add_abortable(backend);
       }
       groups_.emplace(std::move(key), given);
       return given;
@@ -156,8 +184,9 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
 
 Group World::group_for(const std::string& purpose) {
   const Blocking blocking;
+  std::string backend = this->backend(c10::kCPU);
   std::lock_guard lock(mutex_);
-  return find_or_make({all_ranks(size()), c10::kCPU, backend(c10::kCPU), purpose});
+  return find_or_make({all_ranks(size()), c10::kCPU, std::move(backend), purpose});
 }
 
 Group World::find_or_make(GroupKey key) {
@@ -197,7 +226,7 @@ Group World::find_or_make(GroupKey key) {
   }
   wait.reset();
   if (process_rank_ && key.backend != "gloo") process_rank_->add_abortable(backend);
-  if (options_.check_collectives && key.backend != threads::kBackendName && key.backend != "fake") {
+  if (options_.check_collectives && !compares_by_itself(key.backend)) {
     backend = make_checked(std::move(backend), key.ranks, device);
   }
   auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(request.member),

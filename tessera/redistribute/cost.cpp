@@ -12,6 +12,7 @@ LinkCost LinkCost::of_backend(std::string_view name) {
   // 0.65 ms and 15 ms). Those of NCCL are usual for NVLink, where a kernel starts in about 20 us and 100 GB/s
   // are moved; not measured by us. "fake" moves nothing and stands for a network in between.
   if (name == "threads") return {1e-6, 4e-11};
+  if (name == "shm") return {2e-6, 6e-11};
   if (name == "nccl") return {2e-5, 1e-11};
   if (name == "fake") return {1e-5, 1e-10};
   return {2e-4, 1e-9};

@@ -1,4 +1,5 @@
-// Ranks as processes over gloo: the collective suite, and what happens when one of them fails or dies.
+// Ranks as processes: the collective suite over gloo, which backend they get, and what happens when one of them fails or
+// dies.
 
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
@@ -43,7 +44,13 @@ uint16_t free_port() {
   return ntohs(address.sin_port);
 }
 
-RANK_BODY(suite) { launch(1, testing::run_collective_suite_on_all_groups); }
+RunOptions on_gloo() {
+  RunOptions options;
+  options.backend = "gloo";
+  return options;
+}
+
+RANK_BODY(suite) { launch(1, testing::run_collective_suite_on_all_groups, on_gloo()); }
 
 class Processes : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Processes, ::testing::Values(2, 4));
@@ -52,7 +59,7 @@ TEST_P(Processes, CollectiveSuite) { expect_ok(spawn_ranks("suite", GetParam()))
 
 RANK_BODY(world) {
   const auto world = init_process_group();
-  EXPECT_EQ(world->backend(at::kCPU), "gloo");
+  EXPECT_EQ(world->backend(at::kCPU), "shm");  // they are on one host
   EXPECT_EQ(get_rank(), std::atoi(std::getenv("RANK")));
   EXPECT_EQ(get_world_size(), 2);
   std::thread([&] { EXPECT_EQ(current_world(), world); }).join();  // all threads of the process are this rank
@@ -219,7 +226,7 @@ TEST(ProcessWorld, LetsNobodyInWithoutTheToken) {
 }
 
 RANK_BODY(mismatch) {
-  launch(1, [] {
+  const auto mismatch = [] {
     const auto group = current_world()->group();
     const bool odd = get_rank() == 1;
     auto expect = [&](const std::function<void()>& call, const std::string& what, const std::string& mine,
@@ -245,7 +252,8 @@ RANK_BODY(mismatch) {
     at::Tensor tensor = at::ones({1});  // the group still works
     comm::all_reduce(tensor, ReduceOp::SUM, group).wait();
     EXPECT_EQ(tensor.item<float>(), 2);
-  });
+  };
+  launch(1, mismatch, on_gloo());
 }
 
 TEST(ProcessWorld, MismatchedCallsAreReportedWhenAskedFor) {
@@ -318,6 +326,26 @@ TEST(ProcessWorld, CrossesNetworkNamespaces) {
   const TwoHosts hosts;
   if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
   EXPECT_EQ(run_on(hosts, "suite"), (std::vector<int>{0, 0}));
+}
+
+RANK_BODY(two_hosts) {
+  launch(1, [] {
+    const auto world = current_world();
+    EXPECT_EQ(world->backend(at::kCPU), "gloo");
+    EXPECT_EQ(world->group()->getDefaultBackend()->getBackendName(), "gloo");
+    EXPECT_EQ(world->group({get_rank()}, at::kCPU)->getDefaultBackend()->getBackendName(), "shm");
+    EXPECT_THAT(error_of([&] {
+                  world->group({1, 0}, at::kCPU, "shm");
+                }),
+                AllOf(HasSubstr("can share memory"), HasSubstr("Use \"gloo\" between them")));
+    comm::barrier(world->group()).wait();
+  });
+}
+
+TEST(ProcessWorld, SharesNoMemoryBetweenHosts) {
+  const TwoHosts hosts;
+  if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
+  EXPECT_EQ(run_on(hosts, "two_hosts"), (std::vector<int>{0, 0}));
 }
 
 RANK_BODY(host_is_lost) {

@@ -1,4 +1,4 @@
-// One rank comes to grief, in every way, at every kind of step, on processes and on threads: every other rank has an error,
+// One rank comes to grief, in every way, at every kind of step, on processes (over gloo and over shared memory) and on threads: every other rank has an error,
 // within a bound, that names the one; nothing is left behind, and the process can go on.
 //
 // `make faults` tries all of it; else a sample does, drawn by a seed.
@@ -271,6 +271,14 @@ std::string open_files() {
   return text;
 }
 
+/// How much of it this process maps.
+int64_t count_shared_memory() {
+  int64_t count = 0;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) count += line.find("memfd:tessera") != std::string::npos;
+  return count;
+}
+
 std::string environment(const char* name) { return std::getenv(name); }
 
 void note_time(const std::string& path) {
@@ -303,6 +311,7 @@ RANK_BODY(fault) {
   };
   RunOptions options;
   options.timeout = kTimeout;
+  options.backend = environment("TESSERA_TEST_BACKEND");
   std::string error;
   int64_t threads = 0, files = 0;
   // What libtorch keeps for the process is there after the first tensor operation.
@@ -341,6 +350,7 @@ RANK_BODY(fault) {
   if (is_checked) {
     EXPECT_LE(count_entries("/proc/self/task"), threads);
     EXPECT_LE(count_entries("/proc/self/fd"), files) << open_files();
+    EXPECT_EQ(count_shared_memory(), 0);
   }
   // The process can go on.
   run(2, [] {
@@ -406,27 +416,24 @@ std::vector<Cell> all_cells() {
   return cells;
 }
 
-std::vector<Cell> cells_to_try() {
+std::vector<Cell> cells_to_try(uint64_t seed) {
   auto cells = all_cells();
   const char* all = std::getenv("TESSERA_FAULTS");
   if (all && std::string(all) == "all") return cells;
-  std::mt19937_64 random(18);
+  std::mt19937_64 random(seed);
   std::shuffle(cells.begin(), cells.end(), random);
   cells.resize(12);
   return cells;
 }
 
-class FaultOnProcesses : public ::testing::TestWithParam<Cell> {};
-INSTANTIATE_TEST_SUITE_P(Matrix, FaultOnProcesses, ::testing::ValuesIn(cells_to_try()),
-                         [](const auto& info) { return ::testing::PrintToString(info.param); });
-
-TEST_P(FaultOnProcesses, EverySurvivorKnowsWho) {
-  const auto& [fault_name, step] = GetParam();
+void check_on_processes(const Cell& cell, const std::string& backend) {
+  const auto& [fault_name, step] = cell;
   const Fault& fault = fault_named(fault_name);
   const Directory directory;
   support::SpawnOptions options;
   options.environment = {{"TESSERA_TEST_FAULT", fault_name},
                          {"TESSERA_TEST_STEP", step},
+                         {"TESSERA_TEST_BACKEND", backend},
                          {"TESSERA_TEST_DIRECTORY", directory.path()},
                          {"TESSERA_WAIT_REPORT_SECONDS", "0"}};
   options.timeout = std::chrono::seconds(60);
@@ -459,6 +466,16 @@ TEST_P(FaultOnProcesses, EverySurvivorKnowsWho) {
     std::cout << "rank " << rank << " after " << took.count() << " s: " << error << "\n";
   }
 }
+
+class FaultOnGloo : public ::testing::TestWithParam<Cell> {};
+INSTANTIATE_TEST_SUITE_P(Matrix, FaultOnGloo, ::testing::ValuesIn(cells_to_try(18)),
+                         [](const auto& info) { return ::testing::PrintToString(info.param); });
+TEST_P(FaultOnGloo, EverySurvivorKnowsWho) { check_on_processes(GetParam(), "gloo"); }
+
+class FaultOnSharedMemory : public ::testing::TestWithParam<Cell> {};
+INSTANTIATE_TEST_SUITE_P(Matrix, FaultOnSharedMemory, ::testing::ValuesIn(cells_to_try(21)),
+                         [](const auto& info) { return ::testing::PrintToString(info.param); });
+TEST_P(FaultOnSharedMemory, EverySurvivorKnowsWho) { check_on_processes(GetParam(), "shm"); }
 
 // --- On threads -------------------------------------------------------------------------------------------
 

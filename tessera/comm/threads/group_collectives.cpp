@@ -1,5 +1,6 @@
+#include <tessera/comm/blocking_work.h>
+#include <tessera/comm/reduction.h>
 #include <tessera/comm/threads/group_collectives.h>
-#include <tessera/comm/threads/kernels.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -145,13 +146,14 @@ void GroupCollectives::run_task(const Slot& slot, const Task& task, int64_t firs
   std::byte* const* sources = plan.pointers.data() + task.first_source;
   std::byte* const* targets = plan.pointers.data() + task.first_target;
   if (plan.op != c10d::ReduceOp::UNUSED) {
-    reduce(task.dtype, plan.op, plan.factor, sources, task.sources, targets, task.targets, first, elements);
+    comm::reduce_values(task.dtype, plan.op, plan.factor, sources, task.sources, targets, task.targets, first,
+                        elements);
     return;
   }
   const auto offset = static_cast<size_t>(first * item_size(task));
   const auto bytes = static_cast<size_t>(elements * item_size(task));
   for (uint32_t t = 0; t < task.targets; ++t) {
-    copy(targets[t] + offset, sources[0] + offset, bytes, slot.streaming);
+    comm::copy_bytes(targets[t] + offset, sources[0] + offset, bytes, slot.streaming);
   }
 }
 
@@ -270,8 +272,8 @@ bool GroupCollectives::has_left(int64_t member) const {
 
 void GroupCollectives::throw_aborted(int64_t member, const std::string& what) const {
   std::lock_guard lock(mutex_);
-  throw PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, " of group ",
-                           c10::IntArrayRef(members_), ": ", reason_, "."));
+  throw comm::PeerError(c10::str("Rank ", members_[member], " cannot complete ", what, " of group ",
+                                 c10::IntArrayRef(members_), ": ", reason_, "."));
 }
 
 }  // namespace tessera::threads

@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
 namespace tessera::threads {
@@ -98,7 +97,7 @@ class GroupCollectives {
     std::vector<CollectiveCall> calls;
     CollectivePlan plan;
     std::vector<uint32_t> first_chunk;  // of each task
-    bool streaming = false;             // see copy
+    bool streaming = false;             // see copy_bytes
   };
   enum class Arrival { early, last, refused };
 
@@ -140,12 +139,6 @@ class GroupCollectives {
     std::string text;
   };
   std::map<uint64_t, Failure> failures_;  // collectives whose calls did not fit
-};
-
-/// The error of those who waited for a rank that failed or went away.
-class PeerError : public c10::Error {
- public:
-  explicit PeerError(std::string message) : c10::Error(std::move(message), nullptr) {}
 };
 
 }  // namespace tessera::threads

@@ -16,8 +16,6 @@
 
 namespace tessera::threads {
 
-inline constexpr const char* kBackendName = "threads";
-
 /// What the members of one group share.
 struct MeetingPoint {
   MeetingPoint(std::vector<int64_t> members, bool crowded, std::shared_ptr<Roster> roster)

@@ -9,32 +9,12 @@
 
 namespace tessera::threads {
 
-namespace {
-
-std::shared_ptr<Parcel> make_parcel(int64_t from, int64_t to, int tag, const at::Tensor& tensor) {
-  auto parcel = std::make_shared<Parcel>();
-  parcel->from = from;
-  parcel->to = to;
-  parcel->tag = tag;
-  parcel->tensor = tensor;
-  return parcel;
-}
-
-}  // namespace
-
-std::string Parcel::str(const std::vector<int64_t>& members, bool sending) const {
-  const std::string what = c10::str(c10::toString(tensor.scalar_type()), tensor.sizes(), ", tag ", tag);
-  if (sending) return c10::str("send(", what, ") to rank ", members[to]);
-  return c10::str("recv(", what, ") from ",
-                  from == kAnySource ? "any rank" : c10::str("rank ", members[from]));
-}
-
 std::shared_ptr<Parcel> Mailbox::send(int64_t from, int64_t to, int tag, const at::Tensor& tensor) {
-  return post(make_parcel(from, to, tag, tensor), true);
+  return post(std::make_shared<Parcel>(from, to, tag, tensor), true);
 }
 
 std::shared_ptr<Parcel> Mailbox::receive(int64_t to, int64_t from, int tag, const at::Tensor& tensor) {
-  return post(make_parcel(from, to, tag, tensor), false);
+  return post(std::make_shared<Parcel>(from, to, tag, tensor), false);
 }
 
 std::shared_ptr<Parcel> Mailbox::post(std::shared_ptr<Parcel> parcel, bool sending) {
@@ -65,10 +45,8 @@ void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
   if (sent.tensor.scalar_type() != wanted.tensor.scalar_type() ||
       sent.tensor.numel() != wanted.tensor.numel()) {
     state = Parcel::failed;
-    sent.error = wanted.error =
-        c10::str("A message was sent that does not fit what was expected.\n  rank ", members[sent.from],
-                 " called ", sent.str(members, true), "\n  rank ", members[sent.to], " called ",
-                 wanted.str(members, false), "\nBoth sides need the same dtype and number of elements.");
+    sent.error = wanted.error = comm::misfit_of_messages(members[sent.from], sent.str(members, true),
+                                                         members[sent.to], wanted.str(members, false));
   } else if (sent.tensor.numel() > 0) {
     std::memcpy(wanted.tensor.data_ptr(), sent.tensor.data_ptr(), sent.tensor.nbytes());
   }
@@ -122,8 +100,8 @@ void Mailbox::wait(const std::shared_ptr<Parcel>& parcel, bool sending, std::chr
       const std::string what = parcel->str(members, sending);
       if (collectives_.aborted()) collectives_.throw_aborted(me, what);
       if (in_time) {
-        throw PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ", members[peer],
-                                 " has ended and takes part in no more."));
+        throw comm::PeerError(c10::str("Rank ", members[me], " cannot complete ", what, ": rank ",
+                                       members[peer], " has ended and takes part in no more."));
       }
       TESSERA_CHECK(false, "Rank ", members[me], " gave up after ", timeout.count(), " ms in ", what,
                     ": the other side never came.");

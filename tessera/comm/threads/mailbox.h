@@ -1,35 +1,20 @@
 #pragma once
 
+#include <tessera/comm/parcel.h>
 #include <tessera/comm/threads/group_collectives.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <list>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 namespace tessera::threads {
 
-inline constexpr int64_t kAnySource = -1;
-
-/// One side of a message under way. The tensor is contiguous and stays alive until the message is delivered.
-struct Parcel {
-  int64_t from = kAnySource;
-  int64_t to = 0;
-  int tag = 0;
-  at::Tensor tensor;
-  int64_t source = kAnySource;  // who sent it, once done
-  std::string error;            // once failed
-  enum State { waiting, done, failed };
-  std::atomic<State> state{waiting};
-
-  std::string str(const std::vector<int64_t>& members, bool sending) const;
-};
+using comm::kAnySource;
+using comm::Parcel;
 
 /// Messages between two members of a group. A send and a receive that match (source, destination and tag, in
 /// the order posted) are brought together by whoever comes second, with one copy, from memory to memory.

@@ -1,3 +1,4 @@
+#include <tessera/comm/blocking_work.h>
 #include <tessera/comm/threads/group_collectives.h>
 #include <tessera/comm/threads/shared_scope.h>
 #include <tessera/error.h>
@@ -68,7 +69,7 @@ void SharedScope::leave(int64_t rank, const std::string& what, std::chrono::mill
   if (ends_ != before) return;
   const std::string text = c10::str("Rank ", rank, " cannot leave ", what,
                                     ", which is one for the process and ends when all ranks have left it: ");
-  if (!reason_.empty()) throw PeerError(text + reason_ + ".");
+  if (!reason_.empty()) throw comm::PeerError(text + reason_ + ".");
   TESSERA_CHECK(in_time, text, "rank ", inside().front(), " has not after ", timeout.count(), " ms.");
 }
 

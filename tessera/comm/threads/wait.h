@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/comm/patience.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -7,19 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace tessera::threads {
-
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 /// Where threads wait for one another: they look again for a short while, then give way to other threads,
 /// then sleep. Fast while ranks have a core each, and kind to the machine when they outnumber the cores.
@@ -28,7 +18,7 @@ class WaitingRoom {
   using Clock = std::chrono::steady_clock;
 
   /// `crowded`: more ranks than cores, so that spinning would keep the awaited rank from running.
-  explicit WaitingRoom(bool crowded) : spins_(crowded ? kCrowdedSpins : kSpins) {}
+  explicit WaitingRoom(bool crowded) : spins_(comm::spins(crowded)) {}
 
   /// Returns true once `done()` is true, false if it is not within `timeout`. `done` may do useful work;
   /// whoever makes it true must call `wake` after. `stalled` is called once if it takes longer than
@@ -37,10 +27,10 @@ class WaitingRoom {
   bool wait_for(std::chrono::milliseconds timeout, Done&& done, Stalled&& stalled) {
     for (int i = 0; i < spins_; ++i) {
       if (done()) return true;
-      pause_cpu();
+      comm::pause_cpu();
     }
     const auto start = Clock::now();
-    for (const auto end = start + kYielding; Clock::now() < end;) {
+    for (const auto end = start + comm::kYielding; Clock::now() < end;) {
       if (done()) return true;
       std::this_thread::yield();
     }
@@ -77,14 +67,6 @@ class WaitingRoom {
   }
 
  private:
-  // A pause takes some 10 to 40 ns, so 200 are a few microseconds: more than a small collective of ranks that
-  // run takes (about 0.5 us), less than it costs to put a thread to sleep and wake it. If ranks outnumber
-  // cores, the awaited rank most likely does not run, and only a yield lets it.
-  static constexpr int kSpins = 200;
-  static constexpr int kCrowdedSpins = 20;
-  // Longer than ranks usually drift apart within an operator; a rank that is still awaited then computes or
-  // loads, and sleeping leaves it the core.
-  static constexpr std::chrono::microseconds kYielding{100};
   // Far longer than waits of ranks that progress, so that `stalled` costs nothing in practice.
   static constexpr std::chrono::milliseconds kPatience{50};
 

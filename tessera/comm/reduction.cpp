@@ -1,4 +1,4 @@
-#include <tessera/comm/threads/kernels.h>
+#include <tessera/comm/reduction.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,7 +12,7 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
-namespace tessera::threads {
+namespace tessera::comm {
 
 using c10d::ReduceOp;
 
@@ -239,15 +239,15 @@ bool can_reduce(c10::ScalarType dtype, ReduceOp::RedOpType op) {
   return false;
 }
 
-void reduce(c10::ScalarType dtype, ReduceOp::RedOpType op, double factor, std::byte* const* sources,
-            int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
-            int64_t elements) {
+void reduce_values(c10::ScalarType dtype, ReduceOp::RedOpType op, double factor, std::byte* const* sources,
+                   int64_t source_count, std::byte* const* targets, int64_t target_count, int64_t first,
+                   int64_t elements) {
   visit(dtype, [&](auto sample) {
     reduce_as<decltype(sample)>(op, factor, sources, source_count, targets, target_count, first, elements);
   });
 }
 
-void copy(std::byte* target, const std::byte* source, size_t bytes, bool streaming) {
+void copy_bytes(std::byte* target, const std::byte* source, size_t bytes, bool streaming) {
 #if defined(__SSE2__)
   constexpr size_t kLine = 64;
   if (streaming && bytes >= kLine) {
@@ -275,4 +275,4 @@ void copy(std::byte* target, const std::byte* source, size_t bytes, bool streami
   std::memcpy(target, source, bytes);
 }
 
-}  // namespace tessera::threads
+}  // namespace tessera::comm

@@ -198,8 +198,12 @@ def test_accumulates():
 @on_ranks(2)
 def test_mixed_precision():
     mesh = init_device_mesh("cpu", (2,))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    plain, model = filled(Model()), sharded(filled(Model()), mesh, mp_policy=policy)
+    plain, model = filled(Model()), filled(Model())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    fully_shard(
+        model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    )
     seen = []
     model.blocks[0].up.register_forward_hook(
         lambda module, args, output: seen.extend([module.weight.dtype, output.dtype])

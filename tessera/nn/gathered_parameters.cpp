@@ -47,7 +47,7 @@ void ShardUnit::Gathered::start() {
   const int64_t rank = unit->dims_.mesh.get_local_rank(MeshDim(unit->dims_.shard));
   const auto options = DTensorImpl::of(unit->parameters_[0].tensor)->local().options().dtype(at::kByte);
   TESSERA_CHECK(!options.device().is_meta(), "fully_shard: parameter '", unit->parameters_[0].name,
-                "' is on meta and has no values yet. Allocate it (at::empty_like) and initialise it first.");
+                "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
   message_ = at::empty({packing.bytes()}, options);
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];

@@ -504,26 +504,28 @@ TEST(FullyShard, WorksWithoutGradients) {
 
 /// Reduced in each pass, or kept and reduced once.
 TEST(FullyShard, AccumulatesGradients) {
-  Net reference;
-  reference->eval();  // in training, BatchNorm communicates its own statistics
-  for (int64_t pass = 0; pass < 3; ++pass) loss_of(reference, small({8, 5}, pass)).backward();
+  gpt::GPT reference = make_gpt();
+  for (int64_t step = 0; step < 3; ++step) loss_of(reference, text_of(step)).backward();
   run(2, [&] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
-    Net net;
-    net->eval();
-    fully_shard(*net, mesh);
-    const auto pass = [&](int64_t seed) { loss_of(net, batch_on(small({8, 5}, seed), mesh, 1)).backward(); };
-    for (int64_t seed = 0; seed < 3; ++seed) pass(seed);
-    expect_same_gradients(net, reference, " reduced each time");
-    net->zero_grad();
-    set_requires_gradient_sync(*net, false);
+    gpt::GPT model = make_gpt();
+    shard_gpt(model, mesh);
     CommDebugMode counts;
-    for (int64_t seed = 0; seed < 2; ++seed) pass(seed);
+    const auto pass = [&](int64_t step) { loss_of(model, batch_on(text_of(step), mesh, 1)).backward(); };
+    for (int64_t step = 0; step < 3; ++step) pass(step);
+    EXPECT_EQ(counts.calls("reduce_scatter"), 3 * (kConfig.layers + 1)) << counts;
+    expect_same_gradients(model, reference, " reduced each time");
+    model->zero_grad();
+    set_requires_gradient_sync(*model, false);
+    counts.reset();
+    for (int64_t step = 0; step < 2; ++step) pass(step);
     EXPECT_EQ(counts.calls("reduce_scatter"), 0) << counts;
-    EXPECT_FALSE(net->second->weight.grad().defined());
-    set_requires_gradient_sync(*net, true);
+    const int64_t gathered = counts.get_comm_counts().at("all_gather").bytes;
+    EXPECT_LT(counts.total_bytes() - gathered, 100) << counts;  // numbers of the loss
+    EXPECT_FALSE(model->head->weight.grad().defined());
+    set_requires_gradient_sync(*model, true);
     pass(2);
-    expect_same_gradients(net, reference, " reduced once");
+    expect_same_gradients(model, reference, " reduced once");
   });
 }
 

@@ -18,7 +18,7 @@ JOBS = $(shell jobs=$$(nproc); echo $$((jobs < 4 ? jobs : 4)))
 CHECKS = TESSERA_CHECK_LAYOUT=1 TESSERA_FILL_MEMORY=1
 
 help:
-	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device'
+	@echo 'make demo      build, then train a small GPT on four ranks, and compare it with one device; others: DEMO="--parallel fsdp"'
 	@echo 'make test      build, then run all tests, those of the Python package and of what is installed too'
 	@echo 'make python-test  build, then run the tests of the Python package alone'
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
@@ -65,7 +65,7 @@ build:
 demo:
 	$(call configure,$(BUILD),,library)
 	@cmake --build $(BUILD) --target train_gpt
-	@$(BUILD)/examples/train_gpt/train_gpt
+	@$(BUILD)/examples/train_gpt/train_gpt $(DEMO)
 
 test: build
 	@cd $(BUILD) && $(CHECKS) ctest --output-on-failure -j $(JOBS)

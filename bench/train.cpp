@@ -1,5 +1,6 @@
-// A step of training the GPT of examples/train_gpt: Tessera, the same model written by hand with c10d's
-// collectives on the same backend, one device, and PyTorch's DTensor if its speed is given.
+// A step of training the GPT of examples/train_gpt, tensor parallel, data parallel and fully sharded: Tessera, the same
+// model written by hand with collectives on the same backend, one device, and PyTorch's DTensor or FSDP2 if their
+// speed is given.
 
 #include <tessera/comm/run.h>
 #include <tessera/dtensor/dtensor.h>
@@ -20,6 +21,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include "bench/zero3.h"
 #include "examples/train_gpt/gpt.h"
 #include "examples/train_gpt/parallel.h"
 
@@ -219,7 +221,7 @@ Step step_of(gpt::GPT model, const at::Tensor& text) {
 
 Step tessera_step(const Setup& setup, const DeviceMesh& mesh) {
   gpt::GPT model(setup.model);
-  gpt::parallelize(*model, mesh, /*sequence_parallel=*/false);
+  gpt::parallelize(model, mesh, {});
   return step_of(model, distribute_tensor(text_of(setup), mesh, {Shard(0), Replicate()}));
 }
 
@@ -238,6 +240,36 @@ Step hand_step(const Setup& setup, const DeviceMesh& mesh) {
   };
 }
 
+Step sharded_step(const Setup& setup, const DeviceMesh& mesh) {
+  gpt::GPT model(setup.model);
+  gpt::parallelize(model, mesh, {.tensor = false, .shard = true});
+  return step_of(model, distribute_tensor(text_of(setup), mesh, {Shard(0), Replicate()}));
+}
+
+Step sharded_by_hand_step(const Setup& setup, const DeviceMesh& mesh) {
+  const auto model = std::make_shared<zero3::Model>(setup.model, mesh.get_group("dp"));
+  const at::Tensor text = text_of(setup).chunk(mesh.size(0))[mesh.get_local_rank("dp")].contiguous();
+  const auto optimizer =
+      std::make_shared<torch::optim::AdamW>(model->shards(), torch::optim::AdamWOptions(1e-3));
+  return [=] {
+    const int64_t context = text.size(1) - 1;
+    const at::Tensor loss = torch::nn::functional::cross_entropy(
+        model->forward(text.slice(1, 0, context)).flatten(0, 1), text.slice(1, 1).flatten());
+    optimizer->zero_grad();
+    loss.backward();
+    model->finish();
+    optimizer->step();
+  };
+}
+
+/// What is parallel, and how it is trained, by Tessera and by hand.
+struct Case {
+  std::string name;
+  int64_t dp, tp;
+  Step (*ours)(const Setup&, const DeviceMesh&);
+  Step (*by_hand)(const Setup&, const DeviceMesh&);
+};
+
 double seconds(const Step& step, int64_t count) {
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < count; ++i) step();
@@ -253,13 +285,13 @@ struct Speeds {
   std::vector<double> tessera, by_hand;  // tokens a second, in turns
 };
 
-Speeds on_ranks(const Setup& setup, int64_t dp, int64_t tp, const std::string& backend, int rounds) {
+Speeds on_ranks(const Setup& setup, const Case& parallel, const std::string& backend, int rounds) {
   Speeds speeds;
   const auto tokens = static_cast<double>(setup.steps * setup.batch * setup.model.context);
-  run(dp * tp,
+  run(parallel.dp * parallel.tp,
       [&] {
-        const DeviceMesh mesh = init_device_mesh(at::kCPU, {dp, tp}, {"dp", "tp"});
-        const Step ours = tessera_step(setup, mesh), by_hand = hand_step(setup, mesh);
+        const DeviceMesh mesh = init_device_mesh(at::kCPU, {parallel.dp, parallel.tp}, {"dp", "tp"});
+        const Step ours = parallel.ours(setup, mesh), by_hand = parallel.by_hand(setup, mesh);
         seconds(ours, 2);
         seconds(by_hand, 2);
         for (int round = 0; round < rounds; ++round) {
@@ -281,8 +313,9 @@ int main(int argc, char** argv) {
       "A step of training a GPT: tokens a second of Tessera, of the same model by hand, and of one device");
   std::string torch_file;
   int rounds = 5;
-  app.add_option("--torch", torch_file,
-                 "PyTorch's DTensor on gloo: lines of \"small dp=1,tp=2\", a tab, and tokens a second")
+  app.add_option(
+         "--torch", torch_file,
+         "PyTorch's DTensor and FSDP2 on gloo: lines of \"small dp=1,tp=2\", a tab, and tokens a second")
       ->check(CLI::ExistingFile);
   app.add_option("--rounds", rounds, "Measurements, in turns; the median counts")
       ->capture_default_str()
@@ -297,7 +330,7 @@ int main(int argc, char** argv) {
 
   std::printf("Training a GPT: tokens a second, and ratios of the same run; ranks have one core each\n");
   std::printf("%-20s%-10s%10s%10s%10s%12s%14s%10s\n", "", "backend", "tessera", "by hand", "ratio",
-              "one device", "torch DTensor", "ratio");
+              "one device", "torch, gloo", "ratio");
   const std::vector<Setup> setups{
       {"small", {.vocabulary = 96, .context = 64, .width = 128, .heads = 4, .layers = 2}, 8, 20},
       {"medium", {.vocabulary = 512, .context = 128, .width = 512, .heads = 8, .layers = 4}, 4, 2}};
@@ -314,10 +347,12 @@ int main(int argc, char** argv) {
           alone = median(speeds);
         },
         {.threads_per_rank = 1});
-    for (const auto& [dp, tp] : {std::pair{1, 2}, std::pair{2, 1}}) {
-      const std::string name = c10::str(setup.name, " dp=", dp, ",tp=", tp);
+    for (const Case& parallel :
+         {Case{"dp=1,tp=2", 1, 2, tessera_step, hand_step}, Case{"dp=2,tp=1", 2, 1, tessera_step, hand_step},
+          Case{"fsdp=2", 2, 1, sharded_step, sharded_by_hand_step}}) {
+      const std::string name = setup.name + " " + parallel.name;
       for (const std::string backend : {"threads", "gloo"}) {
-        const Speeds speeds = on_ranks(setup, dp, tp, backend, rounds);
+        const Speeds speeds = on_ranks(setup, parallel, backend, rounds);
         std::vector<double> ratios;
         for (size_t i = 0; i < speeds.tessera.size(); ++i)
           ratios.push_back(speeds.tessera[i] / speeds.by_hand[i]);

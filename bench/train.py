@@ -1,8 +1,8 @@
-"""A step of training the GPT of train.cpp from Python, on two ranks: Tessera on threads and on gloo, torch.distributed.tensor on gloo, and one device.
+"""A step of training the GPT of train.cpp from Python, on two ranks: Tessera on threads and on gloo, torch.distributed.tensor and FSDP2 on gloo, and one device.
 
-The program is the same for both libraries: the styles of their `parallel` modules where tensors are sharded, data by placement where the batch is. (PyTorch's has
+The program is the same for both libraries: the styles of their `parallel` modules where tensors are sharded, data by placement where the batch is, fully_shard. (PyTorch's has
 no rule for attention on CPUs, so there it is computed on local tensors.) Prints tokens a second. With --torch FILE, also writes those of
-torch.distributed.tensor into a file, for bench_train: lines of "small dp=1,tp=2", a tab, and tokens a second.
+torch into a file, for bench_train: lines of "small dp=1,tp=2", a tab, and tokens a second.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 from torch import nn
@@ -44,7 +45,7 @@ SETUPS = {
     "small": Setup(vocabulary=96, context=64, width=128, heads=4, layers=2, batch=8, steps=20),
     "medium": Setup(vocabulary=512, context=128, width=512, heads=8, layers=4, batch=4, steps=2),
 }
-MESHES = {"dp=1,tp=2": "tp", "dp=2,tp=1": "dp"}
+MESHES = {"dp=1,tp=2": "tp", "dp=2,tp=1": "dp", "fsdp=2": "fsdp"}
 LIBRARIES = {"tessera": tessera, "torch": torch.distributed.tensor}
 
 
@@ -112,7 +113,7 @@ def step_of(model: nn.Module, text: torch.Tensor, after_backward=lambda: None):
 
 
 def parallel_step(setup: Setup, name: str, what: str):
-    """On this rank, with one of the libraries: what is parallel are tensors ("tp"), or data ("dp")."""
+    """On this rank, with one of the libraries: what is parallel are tensors ("tp"), or data ("dp"), perhaps with sharded parameters ("fsdp")."""
     library = LIBRARIES[name]
     parallel = library.parallel
     mesh = library.init_device_mesh("cpu", (2,))
@@ -134,6 +135,12 @@ def parallel_step(setup: Setup, name: str, what: str):
                 step()
 
         return with_cut_classes
+    if what == "fsdp":
+        fully_shard = parallel.fully_shard if name == "tessera" else torch.distributed.fsdp.fully_shard
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return step_of(model, text_of(setup).chunk(2)[mesh.get_local_rank()])
     library.distribute_module(model, mesh)
     text = library.distribute_tensor(text_of(setup), mesh, [library.Shard(0)])
     if name == "tessera":
@@ -191,9 +198,7 @@ def worker(size: str, name: str, what: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--torch", metavar="FILE", help="where to write the tokens a second of torch.distributed.tensor"
-    )
+    parser.add_argument("--torch", metavar="FILE", help="where to write the tokens a second of torch")
     parser.add_argument("--rounds", type=int, default=3, help="measurements, of which the median counts")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -201,7 +206,7 @@ def main() -> None:
     if arguments.worker:
         return worker(*arguments.worker, arguments.rounds)
     print(
-        "Training a GPT from Python: tokens a second on two ranks with a core each, and how many times those of torch.distributed.tensor on gloo"
+        "Training a GPT from Python: tokens a second on two ranks with a core each, and how many times those of torch on gloo"
     )
     print(f"{'':20}{'one device':>12}{'Tessera, threads':>24}{'Tessera, gloo':>24}{'torch, gloo':>14}")
     lines = []

@@ -28,4 +28,8 @@ inline constexpr c10::DispatchKey kShardedTensorKey = c10::DispatchKey::Deferred
 /// hooks fall through.
 inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
+/// Of DTensors that are parameters of a unit of fully_shard: operators get the gathered parameter instead. Above
+/// kHooksKey, so that a gathered weight has its hooks. As reserved and as unused as that one.
+inline constexpr c10::DispatchKey kUnitKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
 }  // namespace tessera

@@ -21,6 +21,7 @@
 #include <tessera/dtensor/local_map.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/nn/distribute_module.h>
+#include <tessera/nn/fully_shard.h>
 #include <tessera/nn/hooks.h>
 #include <tessera/nn/input_reshard.h>
 #include <tessera/nn/members.h>

@@ -1,5 +1,5 @@
-// Trains a small GPT on the project's own documents, data parallel and tensor parallel, and shows that it
-// learns what it learns on one device. `make demo` runs it with four ranks, threads of one process;
+// Trains a small GPT on the project's own documents, data parallel or fully sharded, and tensor parallel, and
+// shows that it learns what it learns on one device. `make demo` runs it with four ranks, threads of one process;
 //   torchrun --no-python --nproc-per-node 4 build/examples/train_gpt/train_gpt
 // or mpirun -n 4 ... runs the same program with four processes.
 
@@ -37,7 +37,7 @@ struct Options {
   int64_t batch = 8;
   double learning_rate = 1e-3;
   uint64_t seed = 1;
-  bool sequence_parallel = false;
+  gpt::Parallel parallel;
   double tolerance = 1e-3;
   std::string save = {};    // the directory of checkpoints to write
   std::string resume = {};  // the directory of checkpoints to go on from
@@ -63,6 +63,18 @@ void read_mesh(const std::string& text, Options& options) {
   options.tp = sizes["tp"];
 }
 
+/// "fsdp+tp"; the mesh that goes with it, if none was given.
+std::string read_parallel(const std::string& text, Options& options) {
+  const std::map<std::string, std::string> meshes{
+      {"dp", "dp=4"}, {"tp", "tp=4"}, {"tp+dp", "dp=2,tp=2"}, {"fsdp", "dp=4"}, {"fsdp+tp", "dp=2,tp=2"}};
+  const auto found = meshes.find(text);
+  if (found == meshes.end())
+    throw CLI::ValidationError("--parallel", "\"" + text + "\" is none of dp, tp, tp+dp, fsdp and fsdp+tp");
+  options.parallel.tensor = text.find("tp") != std::string::npos;
+  options.parallel.shard = text.starts_with("fsdp");
+  return found->second;
+}
+
 void check(const Options& options) {
   const gpt::Config& model = options.model;
   auto fail = [](const std::string& name, const std::string& reason) {
@@ -70,6 +82,10 @@ void check(const Options& options) {
   };
   if (model.width % model.heads != 0)
     fail("--width", c10::str(model.width, " cannot be divided among ", model.heads, " heads"));
+  if (options.tp > 1 && !options.parallel.tensor)
+    fail("--mesh", c10::str("tp=", options.tp, " needs tensor parallel: --parallel tp+dp or fsdp+tp"));
+  if (options.parallel.sequence && !options.parallel.tensor)
+    fail("--sequence-parallel", "needs tensor parallel: --parallel tp, tp+dp or fsdp+tp");
   if (model.heads % options.tp != 0)
     fail("--heads", c10::str(model.heads, " heads cannot be dealt to tp=", options.tp, " ranks"));
 }
@@ -274,7 +290,7 @@ bool run_demo(Options options) {
     const bool first = world->rank() == 0;
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {options.dp, options.tp}, {"dp", "tp"});
     gpt::GPT model = fresh();
-    gpt::parallelize(*model, mesh, options.sequence_parallel);
+    gpt::parallelize(model, mesh, options.parallel);
     auto distribute = [&](const at::Tensor& pieces) {
       return distribute_tensor(pieces, mesh, {Shard(0), Replicate()}, std::nullopt);
     };
@@ -312,12 +328,14 @@ bool run_demo(Options options) {
 
 int main(int argc, char** argv) {
   CLI::App app(
-      "Trains a small GPT on a mesh of ranks (data parallel x tensor parallel), on the project's own "
-      "documents, and compares\nevery step with the same model on one device.");
+      "Trains a small GPT on a mesh of ranks (data parallel or fully sharded, x tensor parallel), on "
+      "the project's own documents, and compares\nevery step with the same model on one device.");
   Options options;
-  std::string mesh = "dp=2,tp=2";
+  std::string mesh, parallel = "tp+dp";
   app.get_formatter()->column_width(36);
-  app.add_option("--mesh", mesh, "Ranks that share the batch (dp) and the model (tp)")->capture_default_str();
+  app.add_option("--parallel", parallel, "What ranks share: dp, tp, tp+dp, fsdp or fsdp+tp")
+      ->capture_default_str();
+  app.add_option("--mesh", mesh, "Ranks that share the batch (dp) and each layer (tp), as in dp=2,tp=2");
   const auto positive = CLI::Range(int64_t{1}, int64_t{1} << 20);
   auto number = [&](const char* name, int64_t& value, const char* words) {
     app.add_option(name, value, words)->capture_default_str()->check(positive);
@@ -333,7 +351,7 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--seed", options.seed, "Of the first weights and of the order of the text")
       ->capture_default_str();
-  app.add_flag("--sequence-parallel", options.sequence_parallel,
+  app.add_flag("--sequence-parallel", options.parallel.sequence,
                "Shard what flows between the blocks along the sequence");
   app.add_option("--save", options.save, "Write checkpoints into this directory, and keep the last three");
   number("--save-every", options.save_every, "Steps between them");
@@ -344,7 +362,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   try {
     app.parse(argc, argv);
-    read_mesh(mesh, options);
+    const std::string usual = read_parallel(parallel, options);
+    read_mesh(mesh.empty() ? usual : mesh, options);
     check(options);
   } catch (const CLI::ParseError& error) {
     return app.exit(error);

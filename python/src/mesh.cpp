@@ -282,6 +282,7 @@ mesh may hold it too. Used as ``with mesh:``, it is the default of functions tha
         return init_device_mesh(to_device_type(device_type), shape, to_names(names));
       },
       py::arg("device_type"), py::arg("mesh_shape"), py::kw_only(), py::arg("mesh_dim_names") = py::none());
+  module.def("has_current_mesh", &has_current_mesh);
   module.def("current_mesh", &current_mesh,
              "The mesh of the innermost ``with mesh:`` of this thread; an error if there is none.");
 }

@@ -1,7 +1,10 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/nn/gradient_reduction.h>
 #include <tessera/nn/parallel_layer.h>
 #include <tessera/nn/saved_shard.h>
+#include <tessera/nn/shard_unit.h>
 
 #include <memory>
 
@@ -118,6 +121,53 @@ void bind_gradient_reduction(py::module_& module) {
           py::arg("memo"));
 }
 
+/// A parameter of a unit: a plain one with the values of the first rank, a distributed one with its own.
+at::Tensor shard_parameter(const at::Tensor& tensor, const DeviceMesh& mesh, int64_t dim) {
+  const Spec target = shard_target(tensor, ShardDims::of(mesh), dim);
+  if (DTensor::is_dtensor(tensor)) return sharded_as(tensor, target);
+  return distribute_tensor(tensor.detach(), target.mesh(), target.placements());
+}
+
+std::shared_ptr<ShardUnit> make_unit(const std::vector<std::string>& names,
+                                     const std::vector<at::Tensor>& tensors, const DeviceMesh& mesh,
+                                     std::optional<bool> reshard_after_forward,
+                                     std::optional<at::ScalarType> param_dtype,
+                                     std::optional<at::ScalarType> reduce_dtype) {
+  std::vector<ShardUnit::Parameter> parameters;
+  for (size_t i = 0; i < names.size(); ++i) parameters.push_back({names[i], tensors.at(i)});
+  ShardUnit::Options options;
+  options.reshard_after_forward = reshard_after_forward;
+  options.mp_policy.param_dtype = param_dtype;
+  options.mp_policy.reduce_dtype = reduce_dtype;
+  options.only_in_forward = true;
+  return ShardUnit::make(std::move(parameters), ShardDims::of(mesh), options);
+}
+
+void bind_shard_units(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("shard_parameter", &shard_parameter, py::arg("tensor"), py::arg("mesh"), py::arg("dim"),
+             Release());
+  py::class_<ShardUnit, std::shared_ptr<ShardUnit>>(module, "ShardUnit")
+      .def(py::init(&make_unit), py::arg("names"), py::arg("parameters"), py::arg("mesh"),
+           py::arg("reshard_after_forward"), py::arg("param_dtype"), py::arg("reduce_dtype"))
+      .def_static(
+          "has", [](const at::Tensor& parameter) { return ShardUnit::of(parameter).first != nullptr; },
+          py::arg("parameter"))
+      .def("adopt", &ShardUnit::adopt, py::arg("inner"))
+      .def("set_parameters", &ShardUnit::set_parameters, py::arg("parameters"), Release())
+      .def("gathered", &ShardUnit::gathered, py::arg("index"), Release())
+      .def_property_readonly("is_gathered", &ShardUnit::is_gathered)
+      .def("unshard", &ShardUnit::unshard, Release())
+      .def("reshard", &ShardUnit::reshard, Release())
+      .def("begin_forward", &ShardUnit::begin_forward, py::arg("local"), Release())
+      .def("end_forward", &ShardUnit::end_forward, Release())
+      .def("begin_backward", &ShardUnit::begin_backward, Release())
+      .def("set_syncs_gradients", &ShardUnit::set_syncs_gradients, py::arg("syncs"))
+      .def("set_reshard_after_forward", &ShardUnit::set_reshard_after_forward, py::arg("reshard"))
+      .def("set_reshard_after_backward", &ShardUnit::set_reshard_after_backward, py::arg("reshard"))
+      .def("set_gradient_divisor", &ShardUnit::set_gradient_divisor, py::arg("divisor"));
+}
+
 }  // namespace
 
 void bind_parallel(py::module_& module) {
@@ -126,6 +176,7 @@ void bind_parallel(py::module_& module) {
              py::arg("if_plain"), py::arg("desired"), py::arg("what"));
   bind_saved_shards(module);
   bind_gradient_reduction(module);
+  bind_shard_units(module);
 }
 
 }  // namespace tessera::python

@@ -54,11 +54,7 @@ def teach_tensors(api: ModuleType) -> None:
                 setattr(module, name, checked)
 
 
-def _data_parallel() -> str:
-    from tessera import parallel
-
-    name = "fully_shard" if hasattr(parallel, "fully_shard") else "replicate"
-    return f"Use tessera.parallel.{name}."
+_FULLY_SHARD = "Use tessera.parallel.fully_shard, which takes the same arguments."
 
 
 def teach_fully_shard(init: ModuleType) -> None:
@@ -68,18 +64,18 @@ def teach_fully_shard(init: ModuleType) -> None:
     @functools.wraps(original)
     def _verify_managed_param(name: str, param: torch.nn.Parameter) -> None:
         if _C.is_dtensor(param):
-            _refuse(f"torch.distributed.fsdp.fully_shard (here: {name})", _data_parallel())
+            _refuse(f"torch.distributed.fsdp.fully_shard (here: {name})", _FULLY_SHARD)
         original(name, param)
 
     init._verify_managed_param = _verify_managed_param  # type: ignore[attr-defined]
 
 
-def _teach_wrapper(kind: Any, name: str) -> None:
+def _teach_wrapper(kind: Any, name: str, instead: str) -> None:
     original = kind.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        _check(module, name, _data_parallel())
+        _check(module, name, instead)
         original(self, module, *args, **kwargs)
 
     kind.__init__ = __init__
@@ -87,9 +83,9 @@ def _teach_wrapper(kind: Any, name: str) -> None:
 
 def teach_fsdp(module: ModuleType) -> None:
     kind = module.FullyShardedDataParallel
-    _teach_wrapper(kind, "torch.distributed.fsdp.FullyShardedDataParallel")
+    _teach_wrapper(kind, "torch.distributed.fsdp.FullyShardedDataParallel", _FULLY_SHARD)
 
 
 def teach_ddp(module: ModuleType) -> None:
     kind = module.DistributedDataParallel
-    _teach_wrapper(kind, "torch.nn.parallel.DistributedDataParallel")
+    _teach_wrapper(kind, "torch.nn.parallel.DistributedDataParallel", "Use tessera.parallel.replicate.")

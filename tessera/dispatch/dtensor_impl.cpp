@@ -47,6 +47,7 @@ void DTensorImpl::receive() const {
     local_ = pending_->wait();
     pending_.reset();
   }
+  if (is_freed(local_)) restore_memory(local_);
   if (!origin_) return;
   const auto* base = static_cast<const DTensorImpl*>(origin_->base.unsafeGetTensorImpl());
   base->local();  // which may be a view of that kind itself
@@ -70,6 +71,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
                        allow_tensor_metadata_change);
   impl->origin_ = origin_;
   impl->attachment_ = attachment_;
+  impl->set_unit(nullptr);  // whose key was copied
   impl->share_writes(*this);
   return impl;
 }
@@ -77,6 +79,11 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
 void DTensorImpl::set_attachment(std::shared_ptr<const void> attachment) {
   attachment_ = std::move(attachment);
   key_set_ = attachment_ ? key_set_.add(kHooksKey) : key_set_.remove(kHooksKey);
+}
+
+void DTensorImpl::set_unit(std::shared_ptr<const void> unit) {
+  unit_ = std::move(unit);
+  key_set_ = unit_ ? key_set_.add(kUnitKey) : key_set_.remove(kUnitKey);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
@@ -102,7 +109,9 @@ void DTensorImpl::take(const DTensorImpl& other) {
   spec_ = other.spec_;
   origin_ = other.origin_;
   share_writes(other);
+  ++takes_;
   set_attachment(attachment_);
+  set_unit(unit_);
 }
 
 void DTensorImpl::write_through() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dispatch/freed_memory.h>
 #include <tessera/dispatch/write_count.h>
 #include <tessera/dispatch_keys.h>
 #include <tessera/export.h>
@@ -34,10 +35,11 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     return impl->key_set().has(kDTensorKey) ? static_cast<DTensorImpl*>(impl) : nullptr;
   }
 
-  /// This rank's local tensor. Waits for it if it is still under way. Of a view that does not share the memory
-  /// of its base, after a write into that: made again first, which is collective.
+  /// This rank's local tensor. Waits for it if it is still under way. Collective where it has to be made again
+  /// first: a view that does not share the memory of its base, after a write into that, and what lies in freed
+  /// memory.
   const at::Tensor& local() const {
-    if (pending_ || origin_) [[unlikely]]
+    if (pending_ || origin_ || is_freed(local_)) [[unlikely]]
       receive();
     return local_;
   }
@@ -61,6 +63,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// How often operators have written into the tensor, or one that shares its memory. (Autograd's versions do
   /// not say: it counts no writes in inference mode, nor those through `data`.)
   uint64_t writes() const { return writes_.value(); }
+  /// How often it became another tensor.
+  uint64_t takes() const { return takes_; }
   void share_writes(const DTensorImpl& other) { writes_.share(other.writes_); }
   /// After a write: counts it, and writes it into what this is a view of, and what that is a view of.
   void wrote() const {
@@ -75,7 +79,12 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   const std::shared_ptr<const void>& attachment() const { return attachment_; }
   void set_attachment(std::shared_ptr<const void> attachment);
 
-  /// Becomes what `other` is, but for its version and attachment: the same tensor in another shape.
+  /// The unit of fully_shard that the tensor is a parameter of, or null. Shallow copies have none. While there is
+  /// one, operators on the tensor reach the kernel at kUnitKey first, which knows its type.
+  const std::shared_ptr<const void>& unit() const { return unit_; }
+  void set_unit(std::shared_ptr<const void> unit);
+
+  /// Becomes what `other` is, but for its version, attachment and unit: the same tensor in another shape.
   void take(const DTensorImpl& other);
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
@@ -96,10 +105,12 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
 
   mutable at::Tensor local_;
   WriteCount writes_;
+  uint64_t takes_ = 0;
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;
   std::shared_ptr<const void> attachment_;
+  std::shared_ptr<const void> unit_;
 };
 
 /// A distributed tensor of this rank's `local`, or of a copy if that does not lie in memory as `spec` says

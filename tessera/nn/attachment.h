@@ -9,6 +9,7 @@
 namespace tessera {
 
 class GradientReduction;
+class ShardUnit;
 
 /// What we keep with a module: a submodule without parameters that is not saved.
 struct Attachment : torch::nn::Module {
@@ -17,6 +18,7 @@ struct Attachment : torch::nn::Module {
 
   ModuleHooks hooks;
   std::shared_ptr<GradientReduction> reduction;
+  std::shared_ptr<ShardUnit> unit;
 };
 
 /// That of a module, made if there is none.

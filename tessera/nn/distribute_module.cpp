@@ -4,6 +4,8 @@
 #include <tessera/nn/distribute_module.h>
 #include <tessera/nn/tree.h>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/nn/module.h>
 
 namespace tessera {
@@ -108,6 +110,19 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
     return [prepare, mesh](std::vector<at::Tensor>& tensors) { prepare(tensors, mesh); };
   };
   if (prepare_inputs || prepare_outputs) add_hooks(module, bound(prepare_inputs), bound(prepare_outputs));
+}
+
+void to_empty(torch::nn::Module& module, at::Device device) {
+  const at::NoGradGuard no_grad;
+  const auto allocate = [&](const std::string& name, const at::Tensor& tensor) {
+    DTensorImpl* impl = DTensorImpl::of(tensor);
+    TESSERA_CHECK_VALUE(
+        impl, "to_empty: '", name, "' is a plain tensor, which cannot change its device. ",
+        "Distribute the module first, by fully_shard, parallelize_module or distribute_module.");
+    impl->take(*DTensorImpl::of(at::empty_like(tensor.detach(), device)));
+  };
+  for (const auto& each : module.named_parameters()) allocate(each.key(), each.value());
+  for (const auto& each : module.named_buffers()) allocate(each.key(), each.value());
 }
 
 }  // namespace tessera

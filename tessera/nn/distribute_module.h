@@ -33,4 +33,8 @@ TESSERA_API void distribute_parameter(torch::nn::Module& module, const std::stri
                                       const DeviceMesh& mesh, Placements placements,
                                       std::optional<int64_t> source = 0);
 
+/// Gives the distributed parameters and buffers of a module that is on meta memory on `device`, each rank its local
+/// tensors, in the same tensors: handles stay valid. Their values are to be initialised, or loaded.
+TESSERA_API void to_empty(torch::nn::Module& module, at::Device device);
+
 }  // namespace tessera

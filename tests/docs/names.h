@@ -15,6 +15,7 @@ namespace docs {
 struct ModelImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
   torch::nn::Embedding items;
+  torch::nn::ModuleList blocks;
 };
 TORCH_MODULE(Model);
 

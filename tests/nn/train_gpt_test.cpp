@@ -19,6 +19,16 @@ TEST(TrainGpt, RunsAsProcesses) {
   EXPECT_EQ(results[1].output, "");
 }
 
+TEST(TrainGpt, IsFullySharded) {
+  const std::vector<std::string> command{
+      TESSERA_TRAIN_GPT, "--steps", "3",          "--width", "32", "--context", "16",
+      "--batch",         "4",       "--parallel", "fsdp"};
+  const auto results = support::spawn(4, command, {});
+  testing::expect_ok(results);
+  EXPECT_THAT(results[0].output, ::testing::HasSubstr("as mesh(dp=4, tp=1)"));
+  EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+}
+
 /// Stopped after five steps on four processes, and resumed on two with another mesh: the losses of one device that was never
 /// interrupted.
 TEST(TrainGpt, GoesOnFromACheckpointOnAnotherMesh) {
@@ -53,6 +63,11 @@ TEST(TrainGpt, SaysWhatIsWrong) {
   EXPECT_THAT(output({"--width", "130"}), ::testing::HasSubstr("130 cannot be divided among 4 heads"));
   EXPECT_THAT(output({"--heads", "2", "--mesh", "tp=4"}),
               ::testing::HasSubstr("2 heads cannot be dealt to tp=4"));
+  EXPECT_THAT(output({"--parallel", "pp"}), ::testing::HasSubstr("\"pp\" is none of dp, tp, tp+dp, fsdp"));
+  EXPECT_THAT(output({"--parallel", "fsdp", "--mesh", "dp=2,tp=2"}),
+              ::testing::HasSubstr("tp=2 needs tensor parallel"));
+  EXPECT_THAT(output({"--parallel", "fsdp", "--sequence-parallel"}),
+              ::testing::HasSubstr("--sequence-parallel: needs tensor parallel"));
   EXPECT_THAT(output({"--steps", "0"}), ::testing::HasSubstr("--steps"));
   EXPECT_THAT(output({"--mesh", "tp=4"}, 2), ::testing::HasSubstr("The launcher started 2 ranks"));
 }

@@ -10,6 +10,12 @@ The model's code stays as it is: hooks on its submodules make distributed tensor
 from tessera.parallel.api import parallelize_module
 from tessera.parallel.context import ContextParallel, context_parallel, from_zigzag, to_zigzag, zigzag_order
 from tessera.parallel.experts import ExpertParallel, all_to_all_single, exchange_sizes
+from tessera.parallel.fully_shard import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from tessera.parallel.input_reshard import input_reshard
 from tessera.parallel.loss import loss_parallel
 from tessera.parallel.pretrained import from_pretrained, save_pretrained
@@ -28,6 +34,8 @@ __all__ = [
     "ColwiseParallel",
     "ContextParallel",
     "ExpertParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -40,9 +48,11 @@ __all__ = [
     "exchange_sizes",
     "from_pretrained",
     "from_zigzag",
+    "fully_shard",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
     "replicate",
     "save_pretrained",
     "to_zigzag",

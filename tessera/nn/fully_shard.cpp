@@ -1,0 +1,148 @@
+#include <tessera/comm/agreement.h>
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dtensor/dtensor.h>
+#include <tessera/error.h>
+#include <tessera/nn/attachment.h>
+#include <tessera/nn/distribute_module.h>
+#include <tessera/nn/fully_shard.h>
+#include <tessera/nn/shard_unit.h>
+#include <tessera/nn/tree.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <torch/nn/module.h>
+
+namespace tessera {
+
+namespace {
+
+using torch::nn::Module;
+
+/// The unit that the module itself is.
+ShardUnit* unit_of(const Module& module) {
+  const Attachment* known = find_attachment(module);
+  return known ? known->unit.get() : nullptr;
+}
+
+ShardUnit& unit_at(const Module& module, const char* what) {
+  ShardUnit* unit = unit_of(module);
+  TESSERA_CHECK_VALUE(unit, what, ": this ", module.name(),
+                      " is no unit; call tessera::fully_shard first, with the same module.");
+  return *unit;
+}
+
+bool has_tensor(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& each) { return each.is_same(tensor); });
+}
+
+/// Shards one parameter, in the module itself.
+void shard_parameter(Module& module, const std::string& name, const ShardDims& dims, int64_t dim,
+                     std::optional<int64_t> source) {
+  at::Tensor& handle = *parameters_of(module).find(name);
+  const Spec target = shard_target(handle, dims, dim);
+  if (!DTensor::is_dtensor(handle))
+    return distribute_parameter(module, name, target.mesh(), target.placements(), source);
+  TESSERA_CHECK(!handle.grad().defined(), "fully_shard: parameter '", name,
+                "' has a gradient; call zero_grad() first.");
+  // Into the same tensor: handles need not be found.
+  handle.set_data(sharded_as(handle, target));
+}
+
+/// The parameters that become the unit, sharded.
+std::vector<ShardUnit::Parameter> shard_parameters(Module& root, const ShardDims& dims,
+                                                   const FullyShardOptions& options) {
+  std::vector<ShardUnit::Parameter> result;
+  const auto add = [&](const std::string& path, Module& module) {
+    for (const std::string& name : parameters_of(module).keys()) {
+      at::Tensor* handle = parameters_of(module).find(name);
+      if (!handle->defined() || has_tensor(options.ignored_params, *handle) || ShardUnit::of(*handle).first)
+        continue;
+      const auto known = std::find_if(result.begin(), result.end(), [&](const ShardUnit::Parameter& each) {
+        return each.tensor.is_same(*handle);
+      });
+      if (known != result.end()) continue;  // several modules have it
+      const std::string full = path.empty() ? name : path + "." + name;
+      shard_parameter(module, name, dims, options.shard_dim ? options.shard_dim(full, *handle) : 0,
+                      options.source);
+      result.push_back({full, *parameters_of(module).find(name)});
+    }
+    for (const std::string& name : buffers_of(module).keys()) {
+      const at::Tensor* handle = buffers_of(module).find(name);
+      if (handle->defined() && !DTensor::is_dtensor(*handle))
+        distribute_parameter(module, name, dims.mesh, replicated(dims.mesh), options.source);
+    }
+  };
+  const Tree tree(root);
+  root.apply([&](const std::string& path, Module& module) { add(path, module); });
+  return result;
+}
+
+at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  const bool casts = dtype && tensor.defined() && at::isFloatingType(tensor.scalar_type());
+  return casts ? tensor.to(*dtype) : tensor;
+}
+
+/// What `tessera::call` does around the module's forward.
+void add_call_hooks(ModuleHooks& hooks, const std::shared_ptr<ShardUnit>& unit) {
+  const auto cast_all = [](std::vector<at::Tensor>& tensors, std::optional<at::ScalarType> dtype) {
+    for (at::Tensor& tensor : tensors) tensor = cast(tensor, dtype);
+  };
+  const std::weak_ptr<ShardUnit> weak = unit;
+  hooks.inputs.push_back([=](std::vector<at::Tensor>& tensors) {
+    const auto unit = weak.lock();
+    if (unit && unit->options().mp_policy.cast_forward_inputs)
+      cast_all(tensors, unit->options().mp_policy.param_dtype);
+  });
+  hooks.outputs.push_back([=](std::vector<at::Tensor>& tensors) {
+    const auto unit = weak.lock();
+    if (!unit) return;
+    cast_all(tensors, unit->options().mp_policy.output_dtype);
+    unit->end_forward();
+  });
+}
+
+}  // namespace
+
+void fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  Attachment& ours = attachment(module);
+  std::vector<ShardUnit::Parameter> parameters;
+  std::optional<ShardDims> dims;
+  comm::together(
+      "fully_shard", mesh.is_member() ? mesh.get_joint_group() : Group(),
+      [&] {
+        TESSERA_CHECK(!ours.unit, "fully_shard: this ", module.name(), " is a unit already.");
+        dims = ShardDims::of(mesh, options.dims);
+        return c10::str(module.name(), ", ", mesh, ", ", tensors_text(module));
+      },
+      [&] { parameters = shard_parameters(module, *dims, options); });
+  if (parameters.empty() || !mesh.is_member()) return;
+  ours.unit = ShardUnit::make(std::move(parameters), *dims,
+                              {.reshard_after_forward = options.reshard_after_forward,
+                               .mp_policy = options.mp_policy,
+                               .overlap = options.overlap});
+  for (const auto& each : module.modules(/*include_self=*/false)) {
+    if (ShardUnit* inner = unit_of(*each)) ours.unit->adopt(*inner);
+  }
+  add_call_hooks(ours.hooks, ours.unit);
+}
+
+void unshard(Module& module) { unit_at(module, "unshard").unshard(); }
+
+void reshard(Module& module) { unit_at(module, "reshard").reshard(); }
+
+void set_requires_gradient_sync(Module& module, bool requires_gradient_sync) {
+  bool found = false;
+  const auto set = [&](const Module& each) {
+    ShardUnit* unit = unit_of(each);
+    if (unit) unit->set_syncs_gradients(requires_gradient_sync);
+    found |= unit != nullptr;
+  };
+  set(module);
+  for (const auto& each : module.modules(/*include_self=*/false)) set(*each);
+  TESSERA_CHECK_VALUE(found, "set_requires_gradient_sync: no module of this ", module.name(),
+                      " is a unit; call tessera::fully_shard first.");
+}
+
+}  // namespace tessera

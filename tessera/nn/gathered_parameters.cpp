@@ -1,0 +1,136 @@
+#include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/error.h>
+#include <tessera/nn/gathered_parameters.h>
+#include <tessera/nn/hooks.h>
+#include <tessera/redistribute/memory.h>
+
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/irange.h>
+
+namespace tessera {
+
+namespace {
+
+/// Dense memory, in the order in which it lies.
+at::Tensor flat(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
+
+/// The hooks of a weight, and that a Linear casts its input to the weight's dtype: its operator gets the transposed
+/// weight, which is no parameter any more.
+std::shared_ptr<const void> with_cast(const std::shared_ptr<const void>& hooks, at::ScalarType dtype) {
+  const auto known = std::static_pointer_cast<const WeightHooks>(hooks);
+  auto result = known ? std::make_shared<WeightHooks>(*known) : std::make_shared<WeightHooks>();
+  auto& inputs = result->uses[WeightUse::linear].inputs;
+  inputs.insert(inputs.begin(), [dtype](std::vector<at::Tensor>& tensors) {
+    for (at::Tensor& tensor : tensors) {
+      if (at::isFloatingType(tensor.scalar_type())) tensor = tensor.to(dtype);
+    }
+  });
+  return result;
+}
+
+}  // namespace
+
+ShardUnit::Gathered::Gathered(ShardUnit& unit) : unit_(unit.weak_from_this()), state_(unit.state()) {}
+
+bool ShardUnit::Gathered::is_current() const {
+  const auto unit = unit_.lock();
+  return unit && unit->has_state(state_);
+}
+
+void ShardUnit::Gathered::start() {
+  if (is_filled() || is_started()) return;
+  const auto unit = unit_.lock();
+  const Packing& packing = *unit->packing_;
+  const int64_t rank = unit->dims_.mesh.get_local_rank(MeshDim(unit->dims_.shard));
+  const auto options = DTensorImpl::of(unit->parameters_[0].tensor)->local().options().dtype(at::kByte);
+  TESSERA_CHECK(!options.device().is_meta(), "fully_shard: parameter '", unit->parameters_[0].name,
+                "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
+  message_ = at::empty({packing.bytes()}, options);
+  for (const size_t i : c10::irange(unit->layouts_.size())) {
+    const Layout& layout = unit->layouts_[i];
+    if (!layout.item) continue;
+    const DTensorImpl& impl = *DTensorImpl::of(unit->parameters_[i].tensor);
+    packing.shard(message_, *layout.item, rank).copy_(flat(laid_out(impl.local(), impl.spec())));
+  }
+  if (packing.ranks() == 1 || packing.bytes() == 0) {
+    messages_ = message_;
+    return;
+  }
+  messages_ = at::empty({packing.ranks() * packing.bytes()}, options);
+  pending_.emplace(
+      comm::all_gather_into(messages_, message_, unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard))));
+}
+
+void ShardUnit::Gathered::fill() {
+  if (is_filled()) return;
+  if (pending_) pending_->wait();
+  pending_.reset();
+  message_.reset();
+  const auto unit = unit_.lock();
+  allocate();
+  for (const size_t i : c10::irange(unit->layouts_.size())) {
+    const Layout& layout = unit->layouts_[i];
+    if (layout.item) {
+      unit->packing_->unpack(messages_, *layout.item, locals_[i]);
+    } else {
+      locals_[i].copy_(DTensorImpl::of(unit->parameters_[i].tensor)->local());
+    }
+  }
+  messages_.reset();
+}
+
+void ShardUnit::Gathered::allocate() {
+  const auto unit = unit_.lock();
+  int64_t bytes = 0;
+  for (const Layout& layout : unit->layouts_) bytes = std::max(bytes, layout.offset + layout.bytes);
+  if (buffer_.defined()) {
+    c10::StorageImpl& storage = *buffer_.storage().unsafeGetStorageImpl();
+    set_memory(storage, storage.allocator()->allocate(bytes));
+    return;
+  }
+  buffer_ = at::empty({bytes}, messages_.options());
+  for (const Layout& layout : unit->layouts_) {
+    locals_.push_back(buffer_.narrow(0, layout.offset, layout.bytes)
+                          .view(layout.gathered.dtype())
+                          .as_strided(layout.gathered.local_shape(), layout.gathered.local_strides()));
+  }
+}
+
+void ShardUnit::Gathered::free() {
+  if (pending_) pending_->wait();
+  pending_.reset();
+  message_.reset();
+  messages_.reset();
+  if (is_filled()) free_memory(*buffer_.storage().unsafeGetStorageImpl(), weak_from_this());
+}
+
+void ShardUnit::Gathered::restore() {
+  const auto unit = unit_.lock();
+  TESSERA_CHECK(unit && unit->gathered_.get() == this && is_current(),
+                "A parameter of a fully sharded unit was changed after a forward whose backward needs it. "
+                "Call backward "
+                "before optimizer.step() or any other write.");
+  unit->unshard();
+}
+
+const at::Tensor& ShardUnit::Gathered::tensor(size_t index, bool local) {
+  auto& known = tensors_[local ? 1 : 0];
+  known.resize(locals_.size());
+  at::Tensor& tensor = known[index];
+  if (tensor.defined()) return tensor;
+  const auto unit = unit_.lock();
+  const Layout& layout = unit->layouts_[index];
+  if (local && !layout.inner) return tensor = locals_[index];
+  tensor = make_dtensor(locals_[index], local ? layout.inner : layout.gathered);
+  auto attachment = DTensorImpl::of(unit->parameters_[index].tensor)->attachment();
+  if (unit->casts_inputs() && tensor.dim() == 2 &&
+      layout.gathered.dtype() == unit->options_.mp_policy.param_dtype)
+    attachment = with_cast(attachment, layout.gathered.dtype());
+  if (attachment) DTensorImpl::of(tensor)->set_attachment(std::move(attachment));
+  return tensor;
+}
+
+}  // namespace tessera

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <tessera/dispatch/freed_memory.h>
+#include <tessera/nn/shard_unit.h>
+#include <tessera/placement/spec.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace tessera {
+
+/// How one parameter of a unit lies: sharded, gathered, and in the memory of the gathered ones.
+struct ShardUnit::Layout {
+  Spec sharded;
+  Spec gathered;               // replicated along the unit's mesh dims, in the dtype of the computation
+  Spec inner;                  // the same on the other mesh dims only; undefined: there are none
+  std::optional<size_t> item;  // of the packing; none: it is replicated as it is
+  int64_t offset = 0;          // in bytes
+  int64_t bytes = 0;
+};
+
+/// The gathered parameters of a unit with the values that they have now: views of one memory, which is freed
+/// and filled again. When the parameters have other values there is a new one, and what autograd saved of the
+/// old one cannot come back.
+class ShardUnit::Gathered final : public MemoryOwner, public std::enable_shared_from_this<Gathered> {
+ public:
+  explicit Gathered(ShardUnit& unit);
+
+  /// Of parameters that nobody has written since.
+  bool is_current() const;
+  bool is_filled() const { return buffer_.defined() && !is_freed(buffer_); }
+  bool is_started() const { return messages_.defined(); }
+
+  /// Starts the all-gather, unless it is under way or done.
+  void start();
+  /// Waits for it.
+  void fill();
+  void free();
+  void restore() override;
+
+  /// A parameter, distributed or, for local batches, as this rank sees it; without a gradient.
+  const at::Tensor& tensor(size_t index, bool local);
+
+ private:
+  void allocate();
+
+  const std::weak_ptr<ShardUnit> unit_;
+  const std::vector<uint64_t> state_;  // of the parameters
+  at::Tensor buffer_;                  // the memory, as bytes
+  std::vector<at::Tensor> locals_;     // views of it
+  std::array<std::vector<at::Tensor>, 2> tensors_;
+  at::Tensor message_, messages_;  // while it is gathered
+  std::optional<comm::Pending> pending_;
+};
+
+}  // namespace tessera

@@ -6,10 +6,10 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel bench build lint tidy format docs install \
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel bench build lint tidy format docs pictures install \
   asan ubsan tsan clean
 
-SHELL_SCRIPTS = scripts/setup .ci/run tests/install/run tests/install/wheel
+SHELL_SCRIPTS = scripts/setup scripts/make_pictures .ci/run tests/install/run tests/install/wheel
 
 # Tests at once: each has ranks of its own, which wait for each other much of the time.
 JOBS = $(shell jobs=$$(nproc); echo $$((jobs < 4 ? jobs : 4)))
@@ -40,7 +40,8 @@ help:
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
 	@echo 'make format    format all sources'
-	@echo 'make docs      make the API reference from the headers, into $(BUILD)/docs'
+	@echo 'make docs      make the book from docs/ and the API reference from the headers, into $(BUILD)/docs'
+	@echo 'make pictures  build, then draw the pictures of the book, into docs/pictures'
 	@echo 'make install   install into PREFIX ($(PREFIX))'
 	@echo 'make clean     remove what was built'
 	@echo
@@ -130,6 +131,7 @@ bench: build
 	@$(BUILD)/bench/bench_random
 	@$(BUILD)/bench/bench_sharded
 	@$(BUILD)/bench/bench_attention
+	@$(BUILD)/bench/bench_trace
 	@if [ -e $(BUILD)/python/tessera ]; then \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
 	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
@@ -167,11 +169,18 @@ format:
 	@clang-format -i $(SOURCES)
 	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet --select I --fix $(PYTHON) && .venv/bin/ruff format --quiet $(PYTHON); fi
 
+# The pictures of the book, by our own visualiser.
+pictures:
+	$(call configure,$(BUILD),)
+	@cmake --build $(BUILD) --target tessera-command
+	@scripts/make_pictures $(BUILD)/tools/tessera docs/pictures
+
 docs:
 	@scripts/setup >/dev/null
 	@mkdir -p $(BUILD)/docs
-	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs'; } | doxygen -
-	@echo 'The reference is in $(BUILD)/docs/html/index.html.'
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict --site-dir $(abspath $(BUILD))/docs/site
+	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs/site'; echo 'HTML_OUTPUT = api'; } | doxygen -
+	@echo 'The book is in $(BUILD)/docs/site/index.html, the reference of the C++ API in its folder api.'
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)

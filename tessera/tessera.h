@@ -11,10 +11,15 @@
 #include <tessera/comm/rpc.h>
 #include <tessera/comm/run.h>
 #include <tessera/comm/world.h>
+#include <tessera/debug/assert_placements.h>
 #include <tessera/debug/comm_debug_mode.h>
+#include <tessera/debug/explain.h>
+#include <tessera/debug/trace.h>
+#include <tessera/debug/visualize.h>
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/register.h>
+#include <tessera/dispatch/strict.h>
 #include <tessera/dtensor/all_to_all.h>
 #include <tessera/dtensor/context_parallel.h>
 #include <tessera/dtensor/dtensor.h>

@@ -41,6 +41,7 @@ struct Options {
   double tolerance = 1e-3;
   std::string save = {};    // the directory of checkpoints to write
   std::string resume = {};  // the directory of checkpoints to go on from
+  std::string trace = {};   // the file of what the ranks spent their time with
   int64_t save_every = 50;
   int64_t stop_after = 0;  // 0: not before all steps are done
 };
@@ -306,7 +307,17 @@ bool run_demo(Options options) {
       heading(c10::str("Training on ", text.size(), " characters, ", options.batch, " pieces of ",
                        options.model.context, " a step"));
     }
+    std::optional<Trace> trace;
+    if (!options.trace.empty()) trace.emplace();
     const auto mine = train(model, text, options, first, distribute);
+    if (trace) {
+      trace->write(options.trace);
+      const std::string summary = trace->summary();
+      if (first) {
+        heading("Where the time went; " + options.trace + " has more, for Perfetto or chrome://tracing");
+        std::cout << summary;
+      }
+    }
     if (first) {
       is_first = true;
       losses = mine;
@@ -356,6 +367,7 @@ int main(int argc, char** argv) {
   app.add_option("--save", options.save, "Write checkpoints into this directory, and keep the last three");
   number("--save-every", options.save_every, "Steps between them");
   app.add_option("--resume", options.resume, "Go on from the last checkpoint in this directory, on any mesh");
+  app.add_option("--trace", options.trace, "Write what all ranks spend their time with into this file");
   app.add_option("--stop-after", options.stop_after, "Stop after so many steps of all, as if interrupted");
   app.add_option("--tolerance", options.tolerance, "How much the losses may differ from one device")
       ->capture_default_str()

@@ -1,7 +1,17 @@
 #include <tessera/comm/observer.h>
+#include <tessera/comm/within.h>
+#include <tessera/comm/world.h>
+#include <tessera/debug/assert_placements.h>
+#include <tessera/debug/explain.h>
+#include <tessera/debug/trace.h>
+#include <tessera/debug/visualize.h>
 #include <tessera/dispatch/dtensor_impl.h>
+#include <tessera/dispatch/strict.h>
+#include <tessera/error.h>
+#include <tessera/redistribute/plan.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bindings.h"
@@ -10,8 +20,8 @@ namespace tessera::python {
 
 namespace {
 
-/// Calls a function of Python with the name and the bytes of every collective of the thread that entered it, but not
-/// of agreements, which torch has none of.
+/// Calls a function of Python for every collective of the thread that entered it, but not of agreements, which torch has
+/// none of: with its name, its bytes, the operator that called it of its own accord or "", and the ranks of its group.
 class CommObserver {
  public:
   explicit CommObserver(py::function called) : called_(std::move(called)) {}
@@ -24,8 +34,10 @@ class CommObserver {
     explicit Scope(const CommObserver& owner) : owner_(owner) {}
     void called(const comm::Event& event) override {
       if (event.is_agreement) return;
+      const std::string* const op = comm::Within::current();
+      const auto ranks = has_current_world() ? current_world()->ranks_of(event.group) : std::nullopt;
       const py::gil_scoped_acquire acquire;
-      owner_.called_(event.name, event.bytes);
+      owner_.called_(event.name, event.bytes, op ? *op : "", ranks.value_or(std::vector<int64_t>()));
     }
 
    private:
@@ -35,6 +47,99 @@ class CommObserver {
   py::function called_;
   std::vector<std::unique_ptr<Scope>> scopes_;
 };
+
+ImplicitCommunication to_level(const std::string& name) {
+  if (name == "allow" || name == "count") return ImplicitCommunication::allowed;
+  if (name == "warn") return ImplicitCommunication::warned;
+  TESSERA_CHECK_VALUE(name == "forbid",
+                      "Strict: the level is \"allow\", \"count\", \"warn\" or \"forbid\", got \"", name,
+                      "\".");
+  return ImplicitCommunication::forbidden;
+}
+
+/// A Strict as a context manager: it lives from __enter__ to __exit__.
+class StrictScope {
+ public:
+  StrictScope(const std::string& level, bool local, std::vector<std::string> mesh_dims, int64_t above)
+      : options_{
+            .level = to_level(level), .local = local, .mesh_dims = std::move(mesh_dims), .above = above} {}
+  void enter() { scope_ = std::make_unique<Strict>(options_); }
+  /// What was counted or warned about.
+  std::vector<ImplicitMove> exit() {
+    const auto moves = scope_->moves();
+    scope_.reset();
+    return moves;
+  }
+
+ private:
+  const StrictOptions options_;
+  std::unique_ptr<Strict> scope_;
+};
+
+/// Where the program is, as a function of Python says it. Never destroyed: threads may outlive the interpreter.
+py::function& place_function() {
+  static auto& function = *new py::function;
+  return function;
+}
+
+std::string place() {
+  const py::gil_scoped_acquire acquire;
+  try {
+    return place_function()().cast<std::string>();
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("tessera");
+    return "";
+  }
+}
+
+std::string redistribute_code(const std::string& name, const Placements& placements) {
+  const py::gil_scoped_acquire acquire;
+  return name + " = " + name +
+         ".redistribute(placements=" + py::repr(py::list(from_placements(placements))).cast<std::string>() +
+         ")";
+}
+
+/// Scopes as context managers.
+class ExplainScope {
+ public:
+  void enter() { explain_ = std::make_unique<Explain>(); }
+  std::string exit() {
+    std::string text = explain_->str();
+    explain_.reset();
+    return text;
+  }
+
+ private:
+  std::unique_ptr<Explain> explain_;
+};
+
+class TraceScope {
+ public:
+  explicit TraceScope(size_t capacity) : capacity_(capacity) {}
+  void enter() { trace_ = std::make_unique<Trace>(TraceOptions{capacity_}); }
+  void stop() { entered().stop(); }
+  void drop() { trace_.reset(); }
+  std::string json() { return entered().json(); }
+  std::string summary() { return entered().summary(); }
+  void write(const std::string& path) { entered().write(path); }
+
+ private:
+  Trace& entered() const {
+    TESSERA_CHECK(trace_, "Trace: nothing was traced. Use it as a context manager first.");
+    return *trace_;
+  }
+  const size_t capacity_;
+  std::unique_ptr<Trace> trace_;
+};
+
+/// Of a tensor, and of its way to other placements unless that is None.
+std::string picture(const at::Tensor& tensor, py::handle to, const std::string& format) {
+  const PictureFormat parsed = parse_picture_format(format);
+  if (to.is_none()) return visualize(tensor, parsed);
+  const Spec& spec = DTensor(tensor).spec();
+  return visualize(plan(spec, spec.with_placements(normalize(to_placements(to, "visualize"), tensor.dim()))),
+                   parsed);
+}
 
 using Box = std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>;
 
@@ -70,6 +175,56 @@ void bind_debug(py::module_& module) {
       .def("enter", &CommObserver::enter)
       .def("exit", &CommObserver::exit);
   module.def("boxes", &boxes, py::arg("tensor"));
+  py::class_<StrictScope>(module, "StrictScope")
+      .def(py::init<const std::string&, bool, std::vector<std::string>, int64_t>(), py::arg("level"),
+           py::arg("local"), py::arg("mesh_dims"), py::arg("above"))
+      .def("enter", &StrictScope::enter)
+      .def("exit", &StrictScope::exit);
+  py::class_<ImplicitMove>(module, "ImplicitMove")
+      .def_readonly("call", &ImplicitMove::call)
+      .def_readonly("what", &ImplicitMove::what)
+      .def_readonly("place", &ImplicitMove::place)
+      .def_readonly("calls", &ImplicitMove::calls)
+      .def_readonly("bytes", &ImplicitMove::bytes);
+  py::class_<ExplainScope>(module, "ExplainScope")
+      .def(py::init<>())
+      .def("enter", &ExplainScope::enter)
+      .def("exit", &ExplainScope::exit);
+  py::class_<TraceScope>(module, "TraceScope")
+      .def(py::init<size_t>(), py::arg("capacity"))
+      .def("enter", &TraceScope::enter)
+      .def("stop", &TraceScope::stop)
+      .def("drop", &TraceScope::drop)
+      .def("json", &TraceScope::json, py::call_guard<py::gil_scoped_release>())
+      .def("summary", &TraceScope::summary, py::call_guard<py::gil_scoped_release>())
+      .def("write", &TraceScope::write, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "explain",
+      [](const std::string& call, const std::string& mesh) {
+        const py::gil_scoped_release release;
+        return mesh.empty() ? explain(call) : explain(call, parse_mesh(mesh));
+      },
+      py::arg("call"), py::arg("mesh"));
+  module.def("picture", &picture, py::arg("tensor"), py::arg("to"), py::arg("format"));
+  module.def(
+      "picture_of_text",
+      [](const std::string& spec, const std::string& to, const std::string& format) {
+        return visualize_text(spec, to, parse_picture_format(format));
+      },
+      py::arg("spec"), py::arg("to"), py::arg("format"));
+  module.def(
+      "assert_placements",
+      [](const at::Tensor& tensor, py::handle placements) {
+        assert_placements(tensor, to_placements(placements, "assert_placements"));
+      },
+      py::arg("tensor"), py::arg("placements"));
+  module.def(
+      "set_place",
+      [](py::function function) {
+        place_function() = std::move(function);
+        set_host_language({place, redistribute_code});
+      },
+      py::arg("function"));
 }
 
 }  // namespace tessera::python

@@ -76,7 +76,6 @@ class Scope {
   std::vector<std::unique_ptr<Guard>> guards_;
 };
 using ReplicationScope = Scope<ImplicitReplicationGuard>;
-using CommunicationScope = Scope<ImplicitCommunicationGuard, ImplicitCommunication, bool>;
 using ContextScope = Scope<ContextParallelGuard, ContextParallelOptions>;
 
 /// Copies of distributed tensors that share memory, and are views, as those do that they are copies of.
@@ -117,15 +116,6 @@ class Copies {
   };
   std::map<const c10::StorageImpl*, Copy> copies_;
 };
-
-ImplicitCommunication to_mode(const std::string& name) {
-  if (name == "allowed") return ImplicitCommunication::allowed;
-  if (name == "warned") return ImplicitCommunication::warned;
-  TESSERA_CHECK_VALUE(name == "forbidden",
-                      "implicit_communication: the mode is \"allowed\", \"warned\" or \"forbidden\", got \"",
-                      name, "\".");
-  return ImplicitCommunication::forbidden;
-}
 
 void bind_sequences(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -245,13 +235,6 @@ void bind_dtensors(py::module_& module) {
       .def(py::init<>())
       .def("enter", &ReplicationScope::enter)
       .def("exit", &ReplicationScope::exit);
-  py::class_<CommunicationScope>(module, "ImplicitCommunicationScope")
-      .def(py::init([](const std::string& mode, bool strict) {
-             return std::make_unique<CommunicationScope>(to_mode(mode), strict);
-           }),
-           py::arg("mode"), py::arg("strict"))
-      .def("enter", &CommunicationScope::enter)
-      .def("exit", &CommunicationScope::exit);
 
   module.def("fallback_counts", &fallback_counts);
   module.def("layout_copy_counts", &layout_copy_counts);

@@ -46,7 +46,7 @@ from tessera._C import (
     get_rank,
     get_world_size,
 )
-from tessera._guards import ExplicitRedistributionContext, implicit_communication
+from tessera._guards import ExplicitRedistributionContext, Strict, assert_placements, implicit_communication
 from tessera._mesh import init_device_mesh
 from tessera._module import distribute_module
 from tessera._utils import compute_local_shape_and_global_offset
@@ -61,6 +61,8 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "Strict",
+    "assert_placements",
     "checkpoint",
     "debug",
     "distribute_module",

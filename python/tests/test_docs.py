@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import textwrap
 
 import pytest
 
@@ -9,8 +10,8 @@ import tessera
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = [
-    pytest.param(code, id=f"{page}-{number}")
-    for page in ("README.md", "docs/python.md")
+    pytest.param(textwrap.dedent(code), id=f"{page}-{number}")
+    for page in ("README.md", "docs/python.md", "docs/see.md", "docs/tutorial.md")
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
 

@@ -12,6 +12,7 @@
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/waits.h>
 #include <tessera/error.h>
+#include <tessera/span.h>
 #include <tessera/thread_scope.h>
 
 #include <numeric>
@@ -200,10 +201,12 @@ class Observed {
   template <class Given, class Got>
   Observed(const char* name, const Given& given, const Got& got, const Group& group)
       : name_(name), tensor_(first_of(given)) {
-    if (scope_.outer() || !Observer::innermost()) [[likely]]
+    SpanObserver* const spans = SpanObserver::innermost();
+    if (scope_.outer() || (!Observer::innermost() && !spans)) [[likely]]
       return;
     const Event event{name, std::max(bytes(given), bytes(got)), group, WhileAgreeing::is_alive()};
     for (Observer* each = Observer::innermost(); each; each = each->outer()) each->called(event);
+    if (spans) span_.emplace(spans, SpanKind::collective, name, &event);
   }
 
   /// The outermost one of the calling thread: what the caller called. Null if there is none.
@@ -220,6 +223,7 @@ class Observed {
   const char* const name_;
   const at::Tensor* const tensor_;
   const Scope scope_{Scope::current() ? Scope::current() : this};
+  std::optional<Span> span_;
 };
 
 /// Whether it is the error of calls that do not fit together, which all ranks have, and not one of the transport.
@@ -233,6 +237,7 @@ CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Co
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
     : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {
+  const Span span(SpanKind::posted, "posted", work_.get());
   if (!work_ || !is_of_processes(group_)) return;
   auto maker = ProcessRank::maker_of(group_);
   rank_ = std::move(maker.rank);
@@ -272,6 +277,7 @@ Pending::~Pending() = default;
 
 void Pending::wait() {
   if (!work_) return;
+  const Span span(SpanKind::wait, "wait", work_.get());
   const auto work = std::exchange(work_, {});
   try {
     const Blocking blocking;

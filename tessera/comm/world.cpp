@@ -3,6 +3,7 @@
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
 #include <tessera/comm/left_alone.h>
+#include <tessera/comm/log.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/comm/sockets.h>
@@ -149,6 +150,11 @@ World::World(WorldOptions options)
   if (!options_.hub && options_.store && options_.size > 1 &&
       chosen_backend(backends_, c10::DeviceType::CPU) != "fake")
     process_rank_ = std::make_shared<ProcessRank>(options_);
+  if (logs(LogLevel::info, "comm"))
+    write_log("comm",
+              c10::str("world of ", size(), options_.hub ? " threads" : " processes", ", CPU tensors by ",
+                       backend(c10::kCPU)),
+              std::pair(rank(), size()));
 }
 
 World::~World() { leave(); }
@@ -236,6 +242,7 @@ Group World::find_or_make(GroupKey key) {
   group->setDefaultBackend(type);
   group->setGroupName(request.name);
   group->setGroupDesc("tessera");
+  if (logs(LogLevel::debug, "comm")) write_log("comm", "group " + request.name, std::pair(rank(), size()));
   groups_.emplace(std::move(key), group);
   return group;
 }

@@ -15,6 +15,17 @@ namespace tessera {
 
 namespace {
 
+/// Of each tensor that is written, the index of the result it is returned as, or -1.
+std::vector<int64_t> returned_as(const OperatorInfo& info, const rules::OpCall& call) {
+  std::vector<int64_t> returned;
+  for (const size_t position : call.positions) {
+    const auto& results = info.returned_argument;
+    const auto found = std::find(results.begin(), results.end(), static_cast<int64_t>(position));
+    returned.push_back(found == results.end() || info.is_list[position] ? -1 : found - results.begin());
+  }
+  return returned;
+}
+
 /// Makes one plan.
 class Planner {
  public:
@@ -77,13 +88,7 @@ class Planner {
 
   std::optional<rules::ChosenStrategy> choose_strategy() const {
     if (!resolved_.rule) return std::nullopt;
-    std::vector<int64_t> returned;
-    for (const size_t position : call_.positions) {
-      const auto& results = info_.returned_argument;
-      const auto found = std::find(results.begin(), results.end(), static_cast<int64_t>(position));
-      returned.push_back(found == results.end() || info_.is_list[position] ? -1 : found - results.begin());
-    }
-    auto strategy = rules::choose(*resolved_.rule, call_, returned);
+    auto strategy = rules::choose(*resolved_.rule, call_, returned_as(info_, call_));
     // To compute otherwise and to write the result needs an operator that returns it. (With out= that has
     // been tried before: it would have to convert.)
     const bool writes = std::find(call_.written.begin(), call_.written.end(), true) != call_.written.end();
@@ -197,6 +202,13 @@ class Planner {
 OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
                     bool writes_plain) {
   return Planner(info, resolved, call).make(writes_plain);
+}
+
+std::vector<rules::ConsideredStrategy> considered_strategies(const OperatorInfo& info,
+                                                             const ResolvedRule& resolved,
+                                                             const rules::OpCall& call) {
+  if (!resolved.rule) return {};
+  return rules::consider(*resolved.rule, call, returned_as(info, call));
 }
 
 }  // namespace tessera

@@ -47,4 +47,18 @@ struct OpPlan {
 OpPlan make_op_plan(const OperatorInfo& info, const ResolvedRule& resolved, const rules::OpCall& call,
                     bool writes_plain);
 
+/// A call whose plan is known, before anything moves: what the span SpanKind::planned is of.
+struct PlannedCall {
+  const OperatorInfo& info;
+  const ResolvedRule& resolved;
+  const rules::OpCall& call;
+  /// Lives as long as the call; its outputs are known when that ends.
+  const OpPlan& plan;
+};
+
+/// What was considered for it; see rules::consider.
+std::vector<rules::ConsideredStrategy> considered_strategies(const OperatorInfo& info,
+                                                             const ResolvedRule& resolved,
+                                                             const rules::OpCall& call);
+
 }  // namespace tessera

@@ -1,7 +1,9 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/log.h>
 #include <tessera/comm/within.h>
 #include <tessera/comm/world.h>
 #include <tessera/dispatch/arguments.h>
+#include <tessera/dispatch/call_text.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/in_place.h>
 #include <tessera/dispatch/op_plan.h>
@@ -9,6 +11,7 @@
 #include <tessera/dispatch/operator_call.h>
 #include <tessera/dispatch/outside_of_mesh.h>
 #include <tessera/dispatch/refusal.h>
+#include <tessera/dispatch/strict_state.h>
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/random/generator.h>
@@ -16,11 +19,13 @@
 #include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/plan.h>
 #include <tessera/rules/rule.h>
+#include <tessera/span.h>
 #include <tessera/thread_scope.h>
 
 #include <algorithm>
 #include <iterator>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -32,6 +37,7 @@
 #include <ATen/ops/eq.h>
 #include <c10/util/irange.h>
 #include <c10/util/strides.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace tessera {
 
@@ -53,6 +59,7 @@ class OperatorCall {
       : info_(info), resolved_(info.resolved()), stack_(stack), arguments_(info, resolved_, stack) {}
 
   void run() {
+    const Span span(observer_, SpanKind::op, info_.name.c_str());
     const at::AutoDispatchBelowADInplaceOrView below;
     casts_ = (c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_) |
              WriterCasts::current();
@@ -86,6 +93,8 @@ class OperatorCall {
     const comm::Within within(OuterOperator::current() ? OuterOperator::current() : &info_.name);
     if (!find_plan()) [[unlikely]]
       return run_outside_of_mesh(info_, resolved_, arguments_);
+    if (observer_) [[unlikely]]
+      show_plan();
     const rules::ChosenStrategy& strategy = plan_->strategy;
     if (plan_->is_special) [[unlikely]] {
       const bool by_functional = arguments_.writes() && !strategy.local.writes;
@@ -96,8 +105,10 @@ class OperatorCall {
         run_in_place_of_writer();  // out= operators have no such strategy
         return;
       }
-      if (strategy.local.communicates && implicit_communication() != ImplicitCommunication::allowed)
-        report(c10::str("has to move data between ranks", described_shardings()));
+      if (strategy.local.communicates && Strict::current())
+        report(c10::str("has to move data between ranks", described_shardings()),
+               "No redistribute() stands for it: replicate what it has to see all of, or allow it here with "
+               "ImplicitCommunication::allowed.");
     }
     if (!plan_->by_rule) info_.fallbacks.fetch_add(1, std::memory_order_relaxed);
     for (const size_t i : c10::irange(distributed().size())) redistribute(distributed()[i], plan_->routes[i]);
@@ -120,6 +131,7 @@ class OperatorCall {
     if (info_.is_random && !plan_->by_rule && info_.generator) [[unlikely]]
       seed(arguments_[*info_.generator]);
     const auto compute = [&] {
+      const Span span(observer_, SpanKind::compute, info_.name.c_str());
       if (plan_->asks_dtypes) [[unlikely]] {
         check_dtypes_as_first_rank(info_.op, given, strategy.inputs);
         plan_->asks_dtypes = false;
@@ -139,6 +151,25 @@ class OperatorCall {
     wrap();
   }
 
+  void log_plan(const Stack& all) const {
+    if (!plan_->by_rule)
+      TESSERA_LOG(info, "dispatch", call_text(info_.schema, all), " takes the replicated fallback");
+    if (!logs(LogLevel::debug, "dispatch")) [[likely]]
+      return;
+    std::string text = c10::str("planned ", call_text(info_.schema, all));
+    for (const InputRoute& route : plan_->routes) {
+      if (!route.plan.steps.empty()) text.append("\n").append(route.plan.str());
+    }
+    write_log("dispatch", text);
+  }
+
+  void show_plan() const {
+    const Stack all = arguments_.with_tensors();
+    const rules::OpCall call = arguments_.call(all);
+    const PlannedCall planned{info_, resolved_, call, *plan_};
+    const Span span(observer_, SpanKind::planned, info_.name.c_str(), &planned);
+  }
+
   /// False if this rank is not in the mesh: there is no plan there.
   bool find_plan() {
     OpPlanCache& plans = op_plan_cache();
@@ -154,6 +185,7 @@ class OperatorCall {
     const Stack all = arguments_.with_tensors();
     plan_ = std::make_shared<OpPlan>(
         make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
+    log_plan(all);
     if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
     return true;
   }
@@ -181,10 +213,8 @@ class OperatorCall {
 
   void redistribute(DistributedArgument& argument, const InputRoute& route) {
     if (route.plan.steps.empty()) return;
-    if (implicit_communication() != ImplicitCommunication::allowed &&
-        (route.plan.communicates() || implicit_communication_is_strict())) {
-      report(c10::str("argument '", info_.argument_name(argument.position), "' has to be redistributed from ",
-                      route.plan.from, " to ", c10::ArrayRef<Placement>(route.plan.to.placements())));
+    if (Strict::State* strict = Strict::current()) [[unlikely]] {
+      if (strict->concerns(route.plan)) report(argument, route.plan);
     }
     if (loss_parallel() && resolved_.rule && resolved_.rule->for_loss_parallel)
       check_not_gathered(argument, route);
@@ -250,11 +280,20 @@ class OperatorCall {
 
   /// Ranks that are forbidden to communicate each refuse what they see by themselves.
   bool agrees_on_refusal() const {
-    const ImplicitCommunication mode = implicit_communication();
-    if (mode == ImplicitCommunication::warned)
-      report(c10::str("ranks have to agree whether one of them refuses the values it holds",
-                      described_shardings()));
-    return mode != ImplicitCommunication::forbidden;
+    const Strict::State* strict = Strict::current();
+    if (!strict || !strict->concerns(mesh(), all_mesh_dims(), sizeof(int64_t))) return true;
+    if (implicit_communication() == ImplicitCommunication::forbidden) return false;
+    report(c10::str("ranks have to agree whether one of them refuses the values it holds",
+                    described_shardings()),
+           "No redistribute() stands for it, but Replicate() of what is looked at does without.",
+           sizeof(int64_t));
+    return true;
+  }
+
+  c10::SmallVector<int64_t, 4> all_mesh_dims() const {
+    c10::SmallVector<int64_t, 4> dims(mesh().ndim());
+    std::iota(dims.begin(), dims.end(), 0);
+    return dims;
   }
 
   std::string described_shardings() const {
@@ -267,12 +306,38 @@ class OperatorCall {
     return text;
   }
 
-  void report(const std::string& problem) const {
-    const std::string what = c10::str(
-        OuterOperator::current() ? *OuterOperator::current() + ", by " : "", info_.name, ": ", problem,
-        ". Do it with redistribute() before the call, or choose placements that need none.");
-    TESSERA_CHECK(implicit_communication() != ImplicitCommunication::forbidden, what);
-    TORCH_WARN(what);
+  /// An argument is about to be redistributed so.
+  void report(const DistributedArgument& argument, const Plan& plan) const {
+    const std::string& name = info_.argument_name(argument.position);
+    std::string steps = plan.str();
+    steps.erase(0, steps.find('\n') + 1);
+    const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+    report(c10::str("argument '", name, "' has to be redistributed from ", plan.from, " to ",
+                    c10::ArrayRef<Placement>(plan.to.placements())),
+           c10::str("It takes\n", steps, "\n",
+                    in_backward
+                        ? "This is the gradient of an operator: place the tensors of forward so that it "
+                          "fits, or redistribute() there, whose gradient is redistributed back. By itself:"
+                        : "Say so with redistribute() before the call, or choose placements that need none:",
+                    "\n  ", redistribute_code(name, plan.to.placements())),
+           plan.bytes());
+  }
+
+  /// The operator is about to communicate, which Strict looks at. The first line names what it is; `remedy`
+  /// follows the call.
+  void report(const std::string& problem, const std::string& remedy, int64_t bytes = 0) const {
+    Strict::State& strict = *Strict::current();
+    const std::string name =
+        c10::str(OuterOperator::current() ? *OuterOperator::current() + ", by " : "", info_.name);
+    ImplicitMove move{.call = call_text(info_.schema, arguments_.with_tensors()),
+                      .what = problem,
+                      .place = host_language().place ? host_language().place() : "",
+                      .calls = 1,
+                      .bytes = bytes};
+    const std::string what = c10::str(name, ": ", problem, ".\n  ", move.call, "\n", remedy);
+    const ImplicitCommunication level = implicit_communication();
+    TESSERA_CHECK(level != ImplicitCommunication::forbidden, what);
+    if (strict.count(std::move(move)) && level == ImplicitCommunication::warned) TORCH_WARN(what);
   }
 
   // --- the operator
@@ -425,6 +490,7 @@ class OperatorCall {
   const ResolvedRule& resolved_;
   Stack& stack_;
   Arguments arguments_;
+  SpanObserver* const observer_ = SpanObserver::innermost();
   std::shared_ptr<OpPlan> plan_;
   c10::DispatchKeySet casts_;                 // the keys of autocast with which it was called
   Stack view_arguments_;                      // with which a view is to be made again

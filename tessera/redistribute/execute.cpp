@@ -1,9 +1,11 @@
+#include <tessera/comm/log.h>
 #include <tessera/error.h>
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/overlap.h>
 #include <tessera/redistribute/pieces.h>
+#include <tessera/span.h>
 
 #include <algorithm>
 #include <limits>
@@ -381,6 +383,8 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   if (!plan.from.mesh().is_member()) return local;
   check_local(local, plan.from, "redistribute");
   if (plan.steps.empty()) return local;
+  TESSERA_LOG(debug, "redistribute", plan);
+  const Span span(SpanKind::redistribute, "redistribute", &plan);
   if (local.is_meta()) return new_memory(plan.to, local.options());
   const at::NoGradGuard no_grad;
   return laid_out(run(plan, 0, plan.steps.size(), plain(local), false), plan.to);
@@ -393,6 +397,7 @@ PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
     return PendingTensor({}, [result = execute(plan, local)] { return result; });
   }
   check_local(local, plan.from, "redistribute");
+  const Span span(SpanKind::redistribute, "redistribute", &plan);
   const at::NoGradGuard no_grad;
   const at::Tensor values = run(plan, 0, last - 1, plain(local), false);
   const bool owned = std::any_of(plan.steps.begin(), plan.steps.begin() + last - 1,

@@ -1,5 +1,6 @@
 #include <tessera/placement/text.h>
 #include <tessera/redistribute/plan.h>
+#include <tessera/redistribute/plan_text.h>
 
 #include <array>
 #include <iomanip>
@@ -19,12 +20,6 @@ std::string text(double value, int digits) {
   std::ostringstream out;
   out << std::fixed << std::setprecision(digits) << value;
   return out.str();
-}
-
-std::string seconds_text(double seconds) {
-  if (seconds >= 1) return text(seconds, 1) + " s";
-  if (seconds >= 1e-3) return text(seconds * 1e3, 1) + " ms";
-  return text(seconds * 1e6, 1) + " us";
 }
 
 std::string layout_text(const Spec& spec) {
@@ -51,6 +46,12 @@ std::string bytes_text(int64_t bytes) {
   size_t unit = 0;
   while (value >= 1024 && unit + 1 < std::size(kUnits)) value /= 1024, ++unit;
   return text(value, unit == 0 ? 0 : 1) + " " + kUnits[unit];
+}
+
+std::string seconds_text(double seconds) {
+  if (seconds >= 1) return text(seconds, 1) + " s";
+  if (seconds >= 1e-3) return text(seconds * 1e3, 1) + " ms";
+  return text(seconds * 1e6, 1) + " us";
 }
 
 std::string_view name(StepKind kind) {

@@ -78,8 +78,15 @@ class Chooser {
     }
   }
 
-  ChosenStrategy decide() {
+  /// What it considers, if that is asked for.
+  std::vector<ConsideredStrategy>* considered = nullptr;
+
+  void choose_all() {
     for (const size_t m : c10::irange(mesh_.shape().size())) choose(m);
+  }
+
+  ChosenStrategy decide() {
+    choose_all();
     ChosenStrategy decision;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Spec& spec = call_.tensors[i];
@@ -104,6 +111,12 @@ class Chooser {
     return strategy.outputs[strategy.outputs.size() == 1 ? 0 : index];
   }
 
+  static Placements placed(const Placements& placements, const Variant& variant) {
+    Placements result;
+    for (const Placement& each : placements) result.push_back(variant(each));
+    return result;
+  }
+
   void choose(size_t m) {
     is_sharded_ = std::any_of(call_.tensors.begin(), call_.tensors.end(),
                               [&](const Spec& spec) { return spec.placement(m).is_shard_like(); });
@@ -122,8 +135,13 @@ class Chooser {
     const Strategy* best = &replicated_;
     Variant best_variant;
     double lowest = kImpossible;
+    size_t chosen = 0;  // among those considered
     auto consider = [&](const Strategy& strategy, const Variant& variant) {
-      const double cost = cost_of(strategy, variant, m, lowest);
+      const double cost = cost_of(strategy, variant, m, considered ? kImpossible : lowest);
+      if (considered && cost < kImpossible) {
+        if (cost < lowest) chosen = considered->size();
+        considered->push_back({m, placed(strategy.inputs, variant), placed(strategy.outputs, variant), cost});
+      }
       if (cost >= lowest) return;
       lowest = cost;
       best = &strategy;
@@ -142,6 +160,7 @@ class Chooser {
       for (const Variant& variant : splits) consider(strategy, variant);
     }
     consider(replicated_, {});
+    if (considered) (*considered)[chosen].chosen = true;
     for (const size_t i : c10::irange(inputs_.size())) inputs_[i].push_back(best_variant(best->inputs[i]));
     for (const size_t i : c10::irange(outputs_.size())) outputs_[i].push_back(best_variant(best->outputs[i]));
     if (best != &replicated_) shards_[best - strategies_.options.data()] *= n;
@@ -305,6 +324,18 @@ std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call)
 }
 
 }  // namespace
+
+std::vector<ConsideredStrategy> consider(const Rule& rule, const OpCall& call,
+                                         c10::ArrayRef<int64_t> returned) {
+  std::vector<ConsideredStrategy> result;
+  if (rule.itemwise) return result;
+  const auto strategies = rule.propose(call);
+  if (!strategies || strategies->decompose) return result;
+  Chooser chooser(call, *strategies, returned);
+  chooser.considered = &result;
+  chooser.choose_all();
+  return result;
+}
 
 std::optional<ChosenStrategy> choose(const Rule& rule, const OpCall& call, c10::ArrayRef<int64_t> returned) {
   return rule.itemwise ? choose_items(rule, call) : choose_one(rule, call, returned);

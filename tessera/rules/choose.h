@@ -34,4 +34,19 @@ struct ChosenStrategy {
 TESSERA_API std::optional<ChosenStrategy> choose(const Rule& rule, const OpCall& call,
                                                  c10::ArrayRef<int64_t> returned);
 
+/// A strategy that was considered on one mesh dim: what it places how, and the price of bringing the tensors there and
+/// what is written back.
+struct ConsideredStrategy {
+  size_t mesh_dim = 0;
+  Placements inputs;
+  Placements outputs;  // of each result; one alone is meant for all
+  double seconds = 0;
+  bool chosen = false;
+};
+
+/// What `choose` considers for such a call, mesh dim by mesh dim, in its order: of equally cheap ones it takes the first.
+/// Nothing if the rule does not apply, decomposes the operator or works item by item.
+TESSERA_API std::vector<ConsideredStrategy> consider(const Rule& rule, const OpCall& call,
+                                                     c10::ArrayRef<int64_t> returned);
+
 }  // namespace tessera::rules

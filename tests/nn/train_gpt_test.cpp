@@ -1,6 +1,11 @@
 // The demo as processes: the same program under a launcher.
 
 #include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include <nlohmann/json.hpp>
 
 #include "tests/checkpoint/scratch.h"
 #include "tests/support/ranks.h"
@@ -27,6 +32,26 @@ TEST(TrainGpt, IsFullySharded) {
   testing::expect_ok(results);
   EXPECT_THAT(results[0].output, ::testing::HasSubstr("as mesh(dp=4, tp=1)"));
   EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+}
+
+TEST(TrainGpt, TracesAllRanks) {
+  const checkpoint::Scratch scratch;
+  const std::string file = scratch / "trace.json";
+  const auto results = support::spawn(4, {TESSERA_TRAIN_GPT, "--steps", "2", "--width", "32", "--context",
+                                          "16", "--batch", "4", "--trace", file});
+  testing::expect_ok(results);
+  EXPECT_THAT(results[0].output, ::testing::HasSubstr("Where the time went"));
+  std::stringstream content;
+  content << std::ifstream(file).rdbuf();
+  const auto events = nlohmann::json::parse(content.str())["traceEvents"];
+  std::set<std::pair<int, std::string>> seen;
+  for (const auto& event : events)
+    if (event["ph"] == "X") seen.emplace(event["pid"], event["cat"]);
+  for (int rank = 0; rank < 4; ++rank) {
+    for (const std::string kind :
+         {"operator", "operator,backward", "compute", "collective", "wait", "redistribute"})
+      EXPECT_TRUE(seen.contains({rank, kind})) << rank << " " << kind;
+  }
 }
 
 /// Stopped after five steps on four processes, and resumed on two with another mesh: the losses of one device that was never

@@ -115,12 +115,17 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Collectives of distributed tensors are counted as the operators that ``torch.distributed.tensor`` uses for them, an all-to-all as
     ``torch.ops._dtensor.shard_dim_alltoall``; collectives that the program calls itself, under their own names. Each ``with``
     starts from zero. Modes may be nested: each counts all.
+
+    ``comm_records`` has more of each collective of distributed tensors, in their order: its ``bytes`` (what this rank gave or got,
+    whichever was more), the ranks of its ``group``, the ``operator`` that called it of its own accord ("" if the program asked for it, as
+    by ``redistribute``), the ``module``, and whether it was in ``backward``.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
         self.comm_counts: dict[Any, int] = defaultdict(int)
+        self.comm_records: list[dict[str, Any]] = []
         self.comm_module_counts: dict[str, _Counts] = {}
         self.comm_module_operation_counts: dict[str, dict[str, list[_Operation]]] = {}
         self.advanced_module_tracker = ModuleTracker()
@@ -129,6 +134,7 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "CommDebugMode":
         self.comm_counts.clear()
+        self.comm_records.clear()
         self.comm_module_counts.clear()
         self.comm_module_counts[GLOBAL] = _no_counts()
         self.comm_module_operation_counts.clear()
@@ -161,9 +167,30 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
-    def _called(self, name: str, size: int) -> None:
-        if name in self._ours:  # a barrier moves no data
-            self._count(self._ours[name])
+    def get_total_bytes(self, *, implicit: bool | None = None) -> int:
+        """What this rank gave or got in all collectives of distributed tensors. ``implicit``: only in those that operators called of their
+        own accord, or only in others."""
+        return sum(
+            each["bytes"]
+            for each in self.comm_records
+            if implicit is None or bool(each["operator"]) == implicit
+        )
+
+    def _called(self, name: str, size: int, operator: str, ranks: list[int]) -> None:
+        if name not in self._ours:  # a barrier moves no data
+            return
+        self._count(self._ours[name])
+        tracker = self.advanced_module_tracker
+        self.comm_records.append(
+            {
+                "collective": name,
+                "bytes": size,
+                "group": tuple(ranks),
+                "operator": operator,
+                "module": tracker.name,
+                "backward": tracker.is_bw,
+            }
+        )
 
     def _count(self, collective: Any) -> None:
         self.comm_counts[collective] += 1

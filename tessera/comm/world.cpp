@@ -108,11 +108,13 @@ std::string chosen_backend(const Backends& backends, c10::DeviceType device) {
 /// What carries tensors on the device in a group of these ranks.
 std::string backend_for(const World& world, const Backends& backends, c10::IntArrayRef ranks,
                         c10::DeviceType device) {
-  if (std::string chosen = chosen_backend(backends, device); !chosen.empty()) return chosen;
+  const std::string chosen = chosen_backend(backends, device);
+  // Within a host, that is: between hosts there is no memory to share.
+  if (chosen == shm::kBackendName && world.process_rank())
+    return world.process_rank()->share_memory(ranks) ? chosen : "gloo";
+  if (!chosen.empty()) return chosen;
   if (device == c10::DeviceType::CUDA) return "nccl";
-  if (world.hub()) return threads::kBackendName;
-  const auto& rank = world.process_rank();
-  return rank && rank->share_memory(ranks) ? shm::kBackendName : "gloo";
+  return world.hub() ? threads::kBackendName : "gloo";
 }
 
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;

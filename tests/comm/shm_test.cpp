@@ -153,6 +153,7 @@ RANK_BODY(shm_posted) {
       1,
       [] {
         const auto world = current_world();
+        EXPECT_EQ(world->backend(at::kCPU), "shm");
         const Group all = world->group(), turned = world->group({1, 0}, at::kCPU);
         const at::Tensor large = at::ones({1 << 20}), small = at::ones({3});
         auto pending = comm::all_reduce(large, ReduceOp::SUM, all);

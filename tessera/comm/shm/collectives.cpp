@@ -63,17 +63,12 @@ bool Collectives::share_data(const CollectiveCall& call, PostedCall& shared) con
 uint64_t Collectives::post(CollectiveCall call, Milliseconds timeout,
                            const std::function<void()>& needs_help) {
   const std::lock_guard lock(posting_);
-  member_.check_not_interrupted([&] { return describe(call); });
+  if (member_.is_interrupted()) return kNever;
   const uint64_t number = posted_ + 1;
-  if (number > kWindow) {
-    const auto what = [] {
-      return c10::str("a collective posted ", kWindow, " before this one and not yet done");
-    };
-    if (done_ < number - kWindow) {
-      const std::lock_guard executing(executing_);
-      execute_until(number - kWindow, timeout, what);
-    }
-    member_.wait_for_all(&MemberBlock::done, number - kWindow, timeout, what);
+  try {
+    if (number > kWindow) finish_all_until(number - kWindow, timeout);
+  } catch (const comm::PeerError&) {
+    return kNever;
   }
   Posted& mine = posted_call(number);
   mine.call = std::move(call);
@@ -89,6 +84,17 @@ uint64_t Collectives::post(CollectiveCall call, Milliseconds timeout,
   member_.reach(&MemberBlock::posted, number);
   if (!needs_only_this || done_ + 1 < number) needs_help();
   return number;
+}
+
+void Collectives::finish_all_until(uint64_t number, Milliseconds timeout) {
+  const auto what = [] {
+    return c10::str("a collective posted ", kWindow, " before this one and not yet done");
+  };
+  if (done_ < number) {
+    const std::lock_guard lock(executing_);
+    execute_until(number, timeout, what);
+  }
+  member_.wait_for_all(&MemberBlock::done, number, timeout, what);
 }
 
 void Collectives::wait(uint64_t number, Milliseconds timeout, What what) {
@@ -124,7 +130,7 @@ void Collectives::help() {
 void Collectives::execute_until(uint64_t number, Milliseconds timeout, What what) {
   while (done_ < number) {
     const uint64_t next = done_ + 1;
-    execute(next, timeout, [&] { return c10::str(what(), " (collective ", number, ")"); });
+    execute(next, timeout, [&] { return c10::str(what(), " (collective ", next, ")"); });
   }
 }
 

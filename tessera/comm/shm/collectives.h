@@ -44,6 +44,8 @@ class Collectives {
 
  private:
   static constexpr uint64_t kWindow = MemberBlock::kWindow;
+  /// The number of what is posted to a group that has failed: who waits for it gets the error.
+  static constexpr uint64_t kNever = UINT64_MAX;
 
   struct Posted {
     comm::CollectiveCall call;
@@ -67,6 +69,8 @@ class Collectives {
 
   Posted& posted_call(uint64_t number) { return calls_[number % kWindow]; }
   PostedCall& shared_call(int64_t member, uint64_t number) const;
+  /// Waits until all members are done with it.
+  void finish_all_until(uint64_t number, Milliseconds timeout);
   bool share_data(const comm::CollectiveCall& call, PostedCall& shared) const;
 
   // All with executing_ held.

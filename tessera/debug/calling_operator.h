@@ -6,8 +6,9 @@
 
 namespace tessera {
 
-/// The operator on distributed tensors that the calling thread is in: what it communicates is not asked for by the program.
-/// Empty if it is in none. For observers of collectives.
+/// What the calling thread communicates for: the operator on distributed tensors that it is in ("aten::mm"), which the
+/// program did not ask to communicate, or a function of the API ("redistribute"). Empty if it is in none. For observers of
+/// collectives.
 TESSERA_API std::string calling_operator();
 
 }  // namespace tessera

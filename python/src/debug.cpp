@@ -1,7 +1,7 @@
 #include <tessera/comm/observer.h>
-#include <tessera/comm/within.h>
 #include <tessera/comm/world.h>
 #include <tessera/debug/assert_placements.h>
+#include <tessera/debug/calling_operator.h>
 #include <tessera/debug/explain.h>
 #include <tessera/debug/trace.h>
 #include <tessera/debug/visualize.h>
@@ -34,10 +34,10 @@ class CommObserver {
     explicit Scope(const CommObserver& owner) : owner_(owner) {}
     void called(const comm::Event& event) override {
       if (event.is_agreement) return;
-      const std::string* const op = comm::Within::current();
+      const std::string op = calling_operator();
       const auto ranks = has_current_world() ? current_world()->ranks_of(event.group) : std::nullopt;
       const py::gil_scoped_acquire acquire;
-      owner_.called_(event.name, event.bytes, op ? *op : "", ranks.value_or(std::vector<int64_t>()));
+      owner_.called_(event.name, event.bytes, op, ranks.value_or(std::vector<int64_t>()));
     }
 
    private:

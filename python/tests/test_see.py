@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 from ranks import assert_full, on_ranks, values
+from tessera.experimental import implicit_replication
 
 import tessera
 from tessera import Replicate, Shard, Strict, assert_placements, distribute_tensor, init_device_mesh
 from tessera.debug import CommDebugMode, Explain, Trace, explain, visualize
-from tessera.experimental import implicit_replication
 
 
 def operands(mesh):

@@ -124,8 +124,8 @@ Spec parse_spec(std::string_view text, const DeviceMesh& mesh) {
   parser.end();
   TESSERA_CHECK_VALUE(layout.mesh_shape == mesh.shape() && layout.mesh_dim_names == mesh.mesh_dim_names(),
                       "the spec \"", text, "\" is for ",
-                      text_parts::mesh_text(layout.mesh_shape, layout.mesh_dim_names), ", but the mesh given is ",
-                      mesh);
+                      text_parts::mesh_text(layout.mesh_shape, layout.mesh_dim_names),
+                      ", but the mesh given is ", mesh);
   c10::OptionalIntArrayRef strides;
   if (layout.strides) strides = *layout.strides;
   return Spec(mesh, layout.placements, *layout.shape, strides, *layout.dtype, layout.order);

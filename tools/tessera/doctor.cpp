@@ -65,9 +65,9 @@ class Doctor {
   int64_t examine() {
     say("Tessera", TESSERA_VERSION);
     say("libtorch",
-        c10::str(TORCH_VERSION,
-                 at::hasCUDA() ? c10::str(", ", at::detail::getCUDAHooks().getNumGPUs(), " CUDA devices")
-                               : ", no CUDA device"));
+        c10::str(TORCH_VERSION, at::hasCUDA()
+                                    ? c10::str(", ", at::detail::getCUDAHooks().getNumGPUs(), " CUDA devices")
+                                    : ", no CUDA device"));
     look_at_machine();
     look_at_environment();
     if (options_.ranks > 0) {

@@ -186,7 +186,9 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "collective": name,
                 "bytes": size,
                 "group": tuple(ranks),
-                "operator": operator,
+                "operator": operator
+                if "::" in operator
+                else "",  # else a function of the API, as redistribute
                 "module": tracker.name,
                 "backward": tracker.is_bw,
             }

@@ -129,7 +129,7 @@ def test_distributed_batches(shape, checkpoints):
 @pytest.mark.parametrize("name, way", CASES)
 @on_ranks(2)
 def test_trains_with_every_optimiser(name, way):
-    """And clips gradients."""
+    """And clips gradients. A forward between backward and the step changes nothing."""
     kind, options, _ = OPTIMISERS[name]
     extra = {} if way == "for-loop" else {way: True}
     if way == "for-loop" and name not in ("LBFGS", "Muon"):
@@ -148,7 +148,8 @@ def test_trains_with_every_optimiser(name, way):
             optimizer.zero_grad()
             loss = loss_of(model, tokens)
             loss.backward()
-            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0
+            if name != "LBFGS":  # whose search needs the gradient itself
+                assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0
             # Of the global batch, as LBFGS decides by it.
             with torch.no_grad():
                 return loss_of(model, TOKENS)

@@ -171,7 +171,8 @@ bool ShardUnit::has_state(const std::vector<uint64_t>& state) const {
 
 bool ShardUnit::gives(bool uses_weight) const {
   if (schedule_->is_in_forward()) return true;
-  if (!options_.only_in_forward && (at::GradMode::is_enabled() || uses_weight)) return true;
+  if (options_.only_in_forward) return false;
+  if (at::GradMode::is_enabled() || uses_weight) return true;
   // At no cost; but an optimizer does not compute in the dtype of the model.
   return is_gathered() && !options_.mp_policy.param_dtype;
 }

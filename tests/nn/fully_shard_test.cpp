@@ -233,6 +233,8 @@ class CountingAllocator final : public c10::Allocator {
     void* const data = memory.get();
     return {data, new Block{std::move(memory), mine, static_cast<int64_t>(size)}, &release, at::kCPU};
   }
+  /// Where nothing is counted, memory is as the inner one gives it.
+  at::DeleterFnPtr raw_deleter() const override { return inner_->raw_deleter(); }
   void copy_data(void* to, const void* from, size_t size) const override {
     default_copy_data(to, from, size);
   }

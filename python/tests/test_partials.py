@@ -3,12 +3,12 @@
 import pytest
 import torch
 from ranks import assert_full, on_ranks, values
+from tessera.experimental import implicit_replication
 from torch.nn import functional as F
 
 import tessera
 from tessera import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tessera.debug import CommDebugMode
-from tessera.experimental import implicit_replication
 
 aten = torch.ops.aten
 ALL = ("sum", "avg", "max", "min")

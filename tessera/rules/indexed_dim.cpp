@@ -75,8 +75,8 @@ std::optional<Indexed> of_slices(const OpCall& call, Access access, const Spec& 
   return result;
 }
 
-/// Values that are only moved may be partial in any way, together with those that are written. One that is the same on all
-/// ranks is what such a reduction of it leaves.
+/// Values that are only moved may be partial in any way, together with those that are written. A number that is
+/// the same on all ranks is what their average, largest and smallest is.
 void add_partial_options(const OpCall& call, size_t self, Strategies& strategies) {
   Placements inputs;
   inputs.assign(call.tensors.size(), Replicate());
@@ -100,13 +100,23 @@ void add_partial_options(const OpCall& call, size_t self, Strategies& strategies
   }
 }
 
+/// A scalar, which the index points to as a whole.
+Strategies of_scalar(const IndexedDim& form, const OpCall& call, size_t self) {
+  Einsum einsum{.inputs = {}, .outputs = {Letters()}};
+  for (const Spec& spec : call.tensors) einsum.inputs.emplace_back(spec.ndim(), kUnsharded);
+  if (form.access == Access::add) einsum.linear = linear_tensors(call, {{"self", "source"}});
+  Strategies strategies{strategies_of(einsum), {{Shape()}}};
+  if (form.moves) add_partial_options(call, self, strategies);
+  return strategies;
+}
+
 }  // namespace
 
 std::optional<Strategies> strategies_of(const IndexedDim& form, const OpCall& call) {
   const auto self = call.tensor("self");
   if (!self) return std::nullopt;
   const Spec& x = call.tensors[*self];
-  if (x.ndim() == 0) return form.elementwise ? std::nullopt : std::optional(Strategies{{}, {{Shape()}}});
+  if (x.ndim() == 0) return form.elementwise ? std::nullopt : std::optional(of_scalar(form, call, *self));
   auto indexed = form.elementwise ? of_elements(call, form.access, x) : of_slices(call, form.access, x);
   if (!indexed) return std::nullopt;
   indexed->self[indexed->dim] = kIndexed;

@@ -21,7 +21,7 @@ struct TraceOptions {
 ///   trace.write("trace.json");               // all ranks in one file, for Perfetto or chrome://tracing
 ///   std::cout << trace.summary();
 ///
-/// Without one, nothing is noted. With one, an operator costs about half a microsecond more (bench/trace.cpp).
+/// Without one, nothing is noted. bench/trace.cpp measures what one costs.
 class TESSERA_API Trace {
  public:
   explicit Trace(TraceOptions options = {});

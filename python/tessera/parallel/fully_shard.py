@@ -273,7 +273,7 @@ def _shard(
     """Replaces the parameters of the unit by sharded ones; their names."""
     skipped = {id(parameter) for parameter in ignored}
     known: dict[int, int] = {}
-    names = []
+    names: list[str] = []
     for root in unit.modules:
         for path, module in root.named_modules():
             for name, parameter in list(module._parameters.items()):

@@ -162,7 +162,8 @@ World::World(WorldOptions options)
 World::~World() { leave(); }
 
 std::string World::backend(c10::DeviceType device) const {
-  return backend_for(*this, backends_, all_ranks(size()), device);
+  // Only processes are asked who they are; a world of another kind may be too large to list its ranks.
+  return backend_for(*this, backends_, process_rank_ ? all_ranks(size()) : std::vector<int64_t>(), device);
 }
 
 Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::string& backend_name) {

@@ -177,8 +177,9 @@ pictures:
 
 docs:
 	@scripts/setup >/dev/null
-	@mkdir -p $(BUILD)/docs
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict --site-dir $(abspath $(BUILD))/docs/site
+	@mkdir -p $(BUILD)/docs/site
+	@if [ -x .venv/bin/python ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict --site-dir $(abspath $(BUILD))/docs/site; \
+	  else echo 'There is no .venv, so the book is left out.'; fi
 	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs/site'; echo 'HTML_OUTPUT = api'; } | doxygen -
 	@echo 'The book is in $(BUILD)/docs/site/index.html, the reference of the C++ API in its folder api.'
 

@@ -27,6 +27,7 @@ def launch(world_size: int, *arguments: str, worker: pathlib.Path = WORKER) -> l
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
+                "OMP_NUM_THREADS": "1",  # as torchrun does: ranks share the cores
                 **ports,
             },
             stdout=subprocess.PIPE,
@@ -36,7 +37,7 @@ def launch(world_size: int, *arguments: str, worker: pathlib.Path = WORKER) -> l
         for rank in range(world_size)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

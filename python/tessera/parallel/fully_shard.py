@@ -132,10 +132,12 @@ class FSDPModule:
             unit.shards.set_syncs_gradients(requires_gradient_sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed after forward, and gathered again for backward."""
         for unit in self._units(recurse):
             unit.shards.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed after backward. If not, the next forward has them already."""
         for unit in self._units(recurse):
             unit.shards.set_reshard_after_backward(reshard_after_backward)
 

@@ -139,7 +139,7 @@ def compare(name: str, got: Any, expected: Any, tolerance: Tolerance, values: bo
     finite = (
         expected[torch.isfinite(expected)].abs()
         if expected.is_floating_point() or expected.is_complex()
-        else expected[:0]
+        else expected.flatten()[:0]
     )
     scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
     try:

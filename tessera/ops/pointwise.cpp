@@ -24,10 +24,11 @@ Pointwise cast_form(at::ScalarType from, at::ScalarType to) {
   };
   Pointwise form;
   if (is_number(from) && is_number(to) && widens(from, to)) form.linear = {{"self"}};
-  // Integers that are too large for the new dtype wrap around, and floating numbers become NaN in the smallest
-  // ones. What these become as integers is undefined then anyway.
+  // Integers that are too large for the new dtype wrap around, as do floating numbers that become integers, and these
+  // become NaN in the smallest floating dtypes.
   const bool is_ordered = to != at::kBool && !at::isComplexType(from) && !at::isComplexType(to);
-  const bool rounds = widens(from, at::kDouble) && at::isFloatingType(from) && widens(to, at::kDouble);
+  const bool rounds = at::isFloatingType(from) && at::isFloatingType(to) && widens(from, at::kDouble) &&
+                      widens(to, at::kDouble);
   if (is_ordered && (rounds || widens(from, to))) form.keeps = {ReduceOp::max, ReduceOp::min};
   return form;
 }

@@ -48,8 +48,8 @@ std::string text_of(const IValue& value, bool is_dtype) {
     return is_dtype ? std::string(to_text(static_cast<at::ScalarType>(value.toInt())))
                     : std::to_string(value.toInt());
   if (value.isDouble()) return text_of(value.toDouble());
-  if (value.isString()) return "'" + value.toStringRef() + "'";
-  if (value.isDevice()) return "'" + value.toDevice().str() + "'";
+  if (value.isString()) return c10::str("'", value.toStringRef(), "'");
+  if (value.isDevice()) return c10::str("'", value.toDevice(), "'");
   if (!value.isList()) return c10::str("<", value.tagKind(), ">");
   std::string text = "[";
   const auto items = value.toListRef();

@@ -9,9 +9,9 @@ namespace tessera {
 namespace {
 
 // Translates ranges of positions among what `pieces` hold, given in ascending order, in one pass over them.
-class Reader {
+class PieceReader {
  public:
-  explicit Reader(const Pieces& pieces) : piece_(pieces.begin()) {}
+  explicit PieceReader(const Pieces& pieces) : piece_(pieces.begin()) {}
 
   void copy(Range range, Pieces& out) {
     while (range.size > 0) {
@@ -68,7 +68,7 @@ int64_t length(const Pieces& pieces) {
 
 Pieces shard(const Pieces& pieces, int64_t count, int64_t index) {
   Pieces out;
-  Reader(pieces).copy(chunk(length(pieces), count, index), out);
+  PieceReader(pieces).copy(chunk(length(pieces), count, index), out);
   return out;
 }
 
@@ -83,7 +83,7 @@ Pieces strided_shard(const Pieces& pieces, int64_t split, int64_t count, int64_t
   const int64_t size = length(pieces);
   check_split(size, split);
   Pieces out;
-  Reader reader(pieces);
+  PieceReader reader(pieces);
   for (int64_t i = 0; i < split; ++i) {
     const Range outer = chunk(size, split, i);
     if (outer.size == 0 && i > 0) break;

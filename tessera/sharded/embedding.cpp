@@ -356,7 +356,7 @@ Tensor limit_norms(const Tensor& given, const Tensor& indices, double max_norm, 
   return given;
 }
 
-const bool registered = [] {
+const bool embedding_registered = [] {
   sharded_op_impl("aten::embedding", look_up_rows);
   sharded_op_impl("aten::embedding_renorm_", limit_norms);
   sharded_op_impl("aten::embedding_bag.padding_idx", look_up_bags);

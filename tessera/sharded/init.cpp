@@ -98,15 +98,15 @@ struct Report {
   std::string error;
 };
 
-std::string to_text(const Report& report) {
+std::string report_bytes(const Report& report) {
   if (!report.error.empty()) return "e" + report.error;
   return report.metadata ? "m" + report.metadata->to_bytes() : "";
 }
 
-Report from_text(const std::string& text) {
-  if (text.empty()) return {};
-  if (text[0] == 'e') return {std::nullopt, text.substr(1)};
-  return {ShardedTensorMetadata::from_bytes(std::string_view(text).substr(1)), ""};
+Report report_from_bytes(const std::string& bytes) {
+  if (bytes.empty()) return {};
+  if (bytes[0] == 'e') return {std::nullopt, bytes.substr(1)};
+  return {ShardedTensorMetadata::from_bytes(std::string_view(bytes).substr(1)), ""};
 }
 
 /// All ranks' shards as one tensor's. The same on all ranks, and so are its errors.
@@ -226,7 +226,8 @@ ShardedTensor init_from_local_shards(std::vector<LocalShard> local_shards, at::I
     while (!mine.error.empty() && mine.error.back() == '.') mine.error.pop_back();
   }
   std::vector<Report> reports;
-  for (const std::string& text : all_gather_text(to_text(mine), *members)) reports.push_back(from_text(text));
+  for (const std::string& bytes : all_gather_text(report_bytes(mine), *members))
+    reports.push_back(report_from_bytes(bytes));
 
   ShardedTensorState state;
   state.metadata = merged(reports, *members);

@@ -180,7 +180,7 @@ using Device = std::optional<at::Device>;
 using Flag = std::optional<bool>;
 using Generator = std::optional<at::Generator>;
 
-const bool registered = [] {
+const bool ops_registered = [] {
   // --- comparing: the same answer on all ranks
   sharded_op_impl("aten::equal", [](const Tensor& self, const Tensor& other) {
     return compared("equal", self, other, [](const Tensor& a, const Tensor& b) { return at::equal(a, b); });

@@ -59,7 +59,7 @@ TEST(Value, ErrorsSayWhatThereIs) {
   EXPECT_EQ(error_of([&] { state.at("step").tensor(); }),
             "Expected a tensor in the state dict, got integer 3.");
   EXPECT_EQ(error_of([&] { Value::list({1}).at(size_t{1}); }), "The list has 1 items, so none at index 1.");
-  EXPECT_THAT(error_of([&] { Value{at::Tensor()}; }), testing::HasSubstr("undefined tensor"));
+  EXPECT_THAT(error_of([&] { Value{at::Tensor()}; }), ::testing::HasSubstr("undefined tensor"));
 }
 
 }  // namespace

@@ -9,10 +9,12 @@ namespace {
 
 using namespace testing;
 
-INSTANTIATE_TEST_SUITE_P(Meshes, Families,
+class IndexingFamilies : public Families {};
+
+INSTANTIATE_TEST_SUITE_P(Meshes, IndexingFamilies,
                          ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
 
-TEST_P(Families, Joining) {
+TEST_P(IndexingFamilies, Joining) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}), b = numbers({size, 3}, 1), c = numbers({3, 3}, 2);
     for (const int64_t dim : {0, 1}) {
@@ -60,7 +62,7 @@ TEST(Joining, PadsWithAnyNumber) {
                  at::constant_pad_nd(at::arange(6), {1, 2}, large), "pad");
   });
 }
-TEST_P(Families, Sorting) {
+TEST_P(IndexingFamilies, Sorting) {
   for (const int64_t dim : {0, 1}) {
     matrices([dim](const Tensors& x) { return std::get<0>(at::sort(x[0], dim)); });
     matrices([dim](const Tensors& x) { return std::get<0>(at::topk(x[0], 2, dim)); });
@@ -70,7 +72,7 @@ TEST_P(Families, Sorting) {
   check([](const Tensors& x) { return at::bucketize(x[0], x[1]).to(at::kFloat); },
         {numbers({5, 3}), at::arange(-4, 4).to(at::kFloat)}, false);
 }
-TEST_P(Families, Selecting) {
+TEST_P(IndexingFamilies, Selecting) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3});
     const at::Tensor rows = at::remainder(at::arange(6) * 3, size), columns = at::remainder(at::arange(6), 3);
@@ -95,7 +97,7 @@ TEST_P(Families, Selecting) {
     check([](const Tensors& x) { return at::gather(x[0], 1, x[1]); }, {a, at::remainder(where, 3)}, false);
   }
 }
-TEST_P(Families, Scattering) {
+TEST_P(IndexingFamilies, Scattering) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}), s = numbers({size, 3}, 3);
     // Each place once, so that the order does not matter.
@@ -151,7 +153,7 @@ TEST_P(Families, Scattering) {
   }
 }
 
-TEST_P(Families, Positions) {
+TEST_P(IndexingFamilies, Positions) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}), mask = numbers({size, 3}, 2) > 0;
     const at::Tensor positions = at::tensor({2, 0, 5, 3, -1, 2}, at::kLong),

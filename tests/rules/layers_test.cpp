@@ -13,11 +13,13 @@ namespace {
 
 using namespace testing;
 
-INSTANTIATE_TEST_SUITE_P(Meshes, Families,
+class LayerFamilies : public Families {};
+
+INSTANTIATE_TEST_SUITE_P(Meshes, LayerFamilies,
                          ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
 
 /// Batches are aligned from the right, and may be broadcast.
-TEST_P(Families, LinearAlgebraOfBatches) {
+TEST_P(LayerFamilies, LinearAlgebraOfBatches) {
   auto matrices = [](at::IntArrayRef batch) {
     std::vector<int64_t> shape = batch.vec();
     shape.insert(shape.end(), {3, 3});
@@ -66,7 +68,7 @@ TEST(Products, WithoutAGradientOfOneSide) {
   });
 }
 
-TEST_P(Families, Softmax) {
+TEST_P(LayerFamilies, Softmax) {
   for (const int64_t dim : {0, 1}) {
     matrices([dim](const Tensors& x) { return at::softmax(x[0], dim); });
     matrices([dim](const Tensors& x) { return at::log_softmax(x[0], dim); });
@@ -74,7 +76,7 @@ TEST_P(Families, Softmax) {
   check([](const Tensors& x) { return at::softmax(x[0].to(at::kBFloat16), 0).to(at::kFloat) * 0; },
         {numbers({5, 3})});
 }
-TEST_P(Families, Norms) {
+TEST_P(LayerFamilies, Norms) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor x0 = numbers({size, 3, 4}) * 0.3, w = numbers({4}, 1), b = numbers({4}, 2);
     check([](const Tensors& x) { return at::layer_norm(x[0], {4}, x[1], x[2]); }, {x0, w, b});
@@ -107,7 +109,7 @@ TEST_P(Families, Norms) {
         {image, w, b});
   }
 }
-TEST_P(Families, ElementwiseLosses) {
+TEST_P(LayerFamilies, ElementwiseLosses) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3}) * 0.1, b = numbers({size, 3}, 2) * 0.1, p = a * 0.8 + 0.5;
     for (const int64_t reduction : {at::Reduction::None, at::Reduction::Mean, at::Reduction::Sum}) {
@@ -127,7 +129,7 @@ TEST_P(Families, ElementwiseLosses) {
     }
   }
 }
-TEST_P(Families, Linear) {
+TEST_P(LayerFamilies, Linear) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor x = numbers({size, 3, 4}), w = numbers({6, 4}, 1), b = numbers({6}, 2);
     check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, {x, w, b});
@@ -141,7 +143,7 @@ TEST_P(Families, Linear) {
     check([](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, {x, w, numbers({1})});
   }
 }
-TEST_P(Families, Matmul) {
+TEST_P(LayerFamilies, Matmul) {
   auto product = [](const Tensors& t) { return at::matmul(t[0], t[1]); };
   for (const int64_t size : {5, 8, 2}) {
     check(product, {numbers({size, 3, 4}), numbers({4, 6}, 1)});
@@ -154,7 +156,7 @@ TEST_P(Families, Matmul) {
     check(product, {numbers({3, size}), numbers({size}, 1)});
   }
 }
-TEST_P(Families, Einsum) {
+TEST_P(LayerFamilies, Einsum) {
   auto einsum = [](const char* equation) {
     return [equation](const Tensors& t) { return at::einsum(equation, t); };
   };
@@ -206,7 +208,7 @@ TEST(LayersGradients, OfProducts) {
     }
   });
 }
-TEST_P(Families, CrossEntropy) {
+TEST_P(LayerFamilies, CrossEntropy) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor logits = numbers({size, 4}) * 0.3, weight = numbers({4}, 1).abs() * 0.1 + 0.2;
     const at::Tensor target = at::remainder(at::arange(size) * 3, 4);
@@ -224,7 +226,7 @@ TEST_P(Families, CrossEntropy) {
     }
   }
 }
-TEST_P(Families, Embedding) {
+TEST_P(LayerFamilies, Embedding) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor table = numbers({size, 3});
     const at::Tensor indices = at::remainder(at::arange(6) * 3, size).view({2, 3});
@@ -253,7 +255,7 @@ TEST(Embedding, GradientOfRowsThatAreSharded) {
     }
   });
 }
-TEST_P(Families, EmbeddingBag) {
+TEST_P(LayerFamilies, EmbeddingBag) {
   for (const int64_t size : {5, 2}) {
     const at::Tensor table = numbers({size, 3});
     const at::Tensor indices = at::remainder(at::arange(9) * 3 + 1, size), weights = numbers({9}, 4) + 6;
@@ -287,7 +289,7 @@ TEST_P(Families, EmbeddingBag) {
         {table, indices, offsets}, false);
   }
 }
-TEST_P(Families, Attention) {
+TEST_P(LayerFamilies, Attention) {
   for (const int64_t size : {5, 2}) {
     const at::Tensor q = numbers({size, 4, 3, 2}) * 0.3, k = numbers({size, 4, 5, 2}, 1) * 0.3,
                      v = numbers({size, 4, 5, 2}, 2);
@@ -309,7 +311,7 @@ TEST_P(Families, Attention) {
         {q, k, v}, false);
   }
 }
-TEST_P(Families, Convolution) {
+TEST_P(LayerFamilies, Convolution) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor image = numbers({size, 4, 5, 5}), w = numbers({8, 4, 3, 3}, 1) * 0.1,
                      b = numbers({8}, 2);
@@ -330,7 +332,7 @@ TEST_P(Families, Convolution) {
           {numbers({size, 2, 3, 3, 3}), numbers({4, 2, 2, 2, 2}) * 0.1, numbers({4})});
   }
 }
-TEST_P(Families, Pooling) {
+TEST_P(LayerFamilies, Pooling) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor image = numbers({size, 4, 4, 6});
     check([](const Tensors& x) { return at::max_pool2d(x[0], 2); }, {image});
@@ -343,7 +345,7 @@ TEST_P(Families, Pooling) {
     check([](const Tensors& x) { return at::avg_pool1d(x[0].flatten(2), 2); }, {image});
   }
 }
-TEST_P(Families, LinearAlgebra) {
+TEST_P(LayerFamilies, LinearAlgebra) {
   for (const int64_t size : {5, 8, 2}) {
     const at::Tensor a = numbers({size, 3, 3}) * 0.1 + at::eye(3) * 2;
     check([](const Tensors& x) { return at::linalg_inv(x[0]); }, {a});

@@ -14,7 +14,9 @@ namespace {
 using namespace testing;
 using at::indexing::Slice;
 
-INSTANTIATE_TEST_SUITE_P(Meshes, Families,
+class SelectingFamilies : public Families {};
+
+INSTANTIATE_TEST_SUITE_P(Meshes, SelectingFamilies,
                          ::testing::Values(std::vector<int64_t>{4}, std::vector<int64_t>{2, 2}));
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -25,7 +27,7 @@ at::Tensor as_float(const at::Tensor& x) { return x.to(at::kFloat); }
 /// enough to be sharded as they are.
 const std::vector<std::vector<int64_t>> kShapes{{8, 3}, {5, 3}, {2, 3}, {3, 130}};
 
-TEST_P(Families, Masks) {
+TEST_P(SelectingFamilies, Masks) {
   for (const auto& shape : kShapes) {
     const at::Tensor x = numbers(shape), mask = numbers(shape, 1) > 0, some = numbers({shape[0]}, 2) > 0;
     const at::Tensor often = numbers({x.numel()}, 5);
@@ -162,7 +164,7 @@ at::Tensor flat(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& results) {
                   as_float(std::get<2>(results)).flatten()});
 }
 
-TEST_P(Families, Uniques) {
+TEST_P(SelectingFamilies, Uniques) {
   for (const auto& shape : kShapes) {
     const at::Tensor x = at::remainder(numbers(shape), 3);
     for (const bool asked : {false, true}) {
@@ -185,7 +187,7 @@ TEST_P(Families, Uniques) {
   EXPECT_FALSE(fallback_counts().contains("aten::_unique2"));
 }
 
-TEST_P(Families, Extremes) {
+TEST_P(SelectingFamilies, Extremes) {
   for (const auto& shape : std::vector<std::vector<int64_t>>{{8, 3}, {5, 11}, {2, 3}}) {
     // Some are equal.
     const at::Tensor x = at::remainder(numbers(shape), 5);
@@ -256,7 +258,7 @@ TEST(Picking, Medians) {
   }
 }
 
-TEST_P(Families, RunningSums) {
+TEST_P(SelectingFamilies, RunningSums) {
   for (const int64_t dim : {0, 1}) {
     matrices([dim](const Tensors& x) { return at::cumsum(x[0], dim); });
     matrices([dim](const Tensors& x) { return at::cumprod(x[0], dim); });

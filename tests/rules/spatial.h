@@ -10,6 +10,8 @@
 
 namespace tessera {
 
+inline constexpr int64_t kBatch = 0, kHeight = 2;  // dims of images
+
 /// All images with every placement, other tensors replicated; on meshes of one and of two dims.
 class Spatial : public ::testing::TestWithParam<std::vector<int64_t>> {
  protected:

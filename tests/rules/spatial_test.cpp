@@ -10,8 +10,6 @@ namespace {
 
 using namespace testing;
 
-constexpr int64_t kBatch = 0, kHeight = 2;
-
 INSTANTIATE_TEST_SUITE_P(Meshes, Spatial, kSpatialMeshes);
 
 struct Window {

@@ -94,10 +94,11 @@ class CallReader {
     return value();
   }
 
-  Written value() {
+  Written value(bool in_list = false) {
     Written written{.kind = Written::Kind::list, .begin = reader_.position()};
     if (reader_.peek() == '[') {
-      reader_.list("[]", [&] { written.items.push_back(value()); });
+      if (in_list) fail(written.begin, "a tensor or a value: no operator takes lists of lists");
+      reader_.list("[]", [&] { written.items.push_back(value(/*in_list=*/true)); });
       return written;
     }
     const auto word = reader_.word();

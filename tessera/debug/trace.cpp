@@ -182,7 +182,7 @@ class Trace::Recorder {
     int64_t begin, end = 0;
     int64_t inner = 0;             // of it, spent in spans inside
     int64_t bytes = -1;            // that it moves; -1: none that is known
-    uint64_t of = 0;               // a wait: the collective's index + 1
+    size_t of = kLeftOut;          // a wait: the collective's index
     int64_t group = -1;            // a collective: index in groups_
     int64_t number = 0;            // a collective: of those of its group
     std::vector<Spec> specs = {};  // an operator: of its tensors; a redistribution: before and after
@@ -300,6 +300,7 @@ class Trace::Recorder {
     std::map<size_t, size_t> collectives;  // by index of the span
     for (const size_t i : c10::irange(spans_.size())) {
       const Recorded& span = spans_[i];
+      if (span.end == 0) continue;  // the trace ended inside of it
       const int64_t own = span.end - span.begin - span.inner;
       if (span.kind == SpanKind::op) rank.dispatch += own;
       if (span.kind == SpanKind::compute) rank.compute += own;

@@ -100,6 +100,7 @@ TEST(Explain, PointsAtTheCharacter) {
   EXPECT_EQ(mark("nonsense(f32[4] [R])", "4"), 0u);
   EXPECT_EQ(mark("mm(f32[4,4] [S(0)]", "4"), 18u);
   EXPECT_EQ(mark("mm(f32[4,4] [R], f32[4,4] [R])", ""), 30u);
+  EXPECT_EQ(mark("mm(" + std::string(100'000, '['), "4"), 4u);
   expect_error<c10::ValueError>([] { explain("mm(f32[4,4] [R], f32[4,4] [R]) on mesh(2)", parse_mesh("4")); },
                                 {"mesh(4)", "is given"});
   expect_error<c10::ValueError>([] { parse_mesh("dp=0"); }, {"at least 1"});

@@ -1,6 +1,6 @@
 # Finds libtorch and gives the target `torch`.
 #
-# libtorch's own CMake files refuse to work where libtorch was built with CUDA but the machine has no CUDA toolkit, as is usual
+# libtorch's own CMake files refuse to work where libtorch was built with CUDA but the machine has no CUDA toolkit or only a part of it, as is usual
 # where torch came from pip. There, libtorch is used by hand, for CPU tensors; the nccl backend is then left out.
 include_guard(GLOBAL)
 
@@ -22,9 +22,9 @@ endif()
 
 if(EXISTS "${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so")
   find_package(CUDAToolkit QUIET)
-  if(NOT CUDAToolkit_FOUND)
+  if(NOT TARGET CUDA::cudart)
     set(TESSERA_TORCH_BY_HAND ON)
-    message(STATUS "libtorch has CUDA, but there is no CUDA toolkit: building for CPU tensors, without nccl")
+    message(STATUS "libtorch has CUDA, but this machine has no CUDA runtime library: building for CPU tensors, without nccl")
   endif()
 endif()
 

@@ -95,6 +95,12 @@ bool environment_asks_for_checks() {
 #endif
 }
 
+/// What the options name; for processes, else what the environment names.
+std::string named_backend(const WorldOptions& options) {
+  const char* value = std::getenv("TESSERA_BACKEND");
+  return options.backend.empty() && !options.hub && value ? value : options.backend;
+}
+
 using Backends = std::map<std::string, std::string>;
 
 /// What was chosen for the device; empty if nothing was.
@@ -109,9 +115,10 @@ std::string chosen_backend(const Backends& backends, c10::DeviceType device) {
 std::string backend_for(const World& world, const Backends& backends, c10::IntArrayRef ranks,
                         c10::DeviceType device) {
   const std::string chosen = chosen_backend(backends, device);
+  const bool shared = chosen == shm::kBackendName || (chosen.empty() && device == c10::DeviceType::CPU);
   // Within a host, that is: between hosts there is no memory to share.
-  if (chosen == shm::kBackendName && world.process_rank())
-    return world.process_rank()->share_memory(ranks) ? chosen : "gloo";
+  if (shared && world.process_rank())
+    return world.process_rank()->share_memory(ranks) ? shm::kBackendName : "gloo";
   if (!chosen.empty()) return chosen;
   if (device == c10::DeviceType::CUDA) return "nccl";
   return world.hub() ? threads::kBackendName : "gloo";
@@ -138,7 +145,7 @@ std::shared_ptr<World> find_world() {
 }  // namespace
 
 World::World(WorldOptions options)
-    : options_(std::move(options)), backends_(parse_backends(options_.backend)) {
+    : options_(std::move(options)), backends_(parse_backends(named_backend(options_))) {
   TESSERA_CHECK_VALUE(options_.size >= 1, "A world needs at least one rank, got ", options_.size, ".");
   TESSERA_CHECK_VALUE(options_.size <= std::numeric_limits<int32_t>::max(), "A world has at most ",
                       std::numeric_limits<int32_t>::max(), " ranks, as c10d counts them in 32 bits, got ",

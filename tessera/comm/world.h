@@ -41,8 +41,9 @@ struct WorldOptions {
   int64_t size = 1;
 
   /// What carries the tensors: a name known to `register_backend`, or one per device type as in
-  /// "cpu:gloo,cuda:nccl". Empty: "threads" where the ranks are threads of one process, else "gloo", for CPU
-  /// tensors; "nccl" for CUDA tensors.
+  /// "cpu:gloo,cuda:nccl". Empty: for CPU tensors "threads" where the ranks are threads of one process;
+  /// between processes what TESSERA_BACKEND names in the environment, else "shm" in groups within one host
+  /// and "gloo" in others. For CUDA tensors "nccl".
   std::string backend = {};
 
   /// Where processes find one another. Not needed by "fake".

@@ -20,7 +20,7 @@ struct LinkCost {
 
   bool operator==(const LinkCost&) const = default;
 
-  /// The default for a backend: "threads", "gloo", "nccl" or "fake"; for any other that of gloo.
+  /// The default for a backend: "threads", "shm", "gloo", "nccl" or "fake"; for any other that of gloo.
   static TESSERA_API LinkCost of_backend(std::string_view name);
 };
 

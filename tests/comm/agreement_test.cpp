@@ -1,5 +1,5 @@
 // Calls of the API that all ranks make together: where they ask for different things, or one of them refuses its
-// arguments, every rank throws, and the group can be used again. On threads, on gloo processes, and on gloo processes
+// arguments, every rank throws, and the group can be used again. On threads, on processes, and on gloo processes
 // whose collectives are compared too.
 
 #include <tessera/comm/agreement.h>
@@ -327,11 +327,11 @@ TEST_P(Agreement, OnThreads) { run(kRanks, bodies().at(GetParam())); }
 INSTANTIATE_TEST_SUITE_P(Calls, Agreement, ::testing::ValuesIn(names()),
                          [](const auto& info) { return info.param; });
 
-TEST(Agreements, OnProcesses) { expect_ok(spawn_ranks("agreement", kRanks)); }
+TEST(Agreements, OnProcesses) { testing::expect_ok_over_processes("agreement", kRanks); }
 
 TEST(Agreements, OnProcessesThatCompareCollectivesToo) {
-  support::SpawnOptions options;
-  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  support::SpawnOptions options = testing::over("gloo");
+  options.environment.emplace_back("TESSERA_CHECK_COLLECTIVES", "1");
   expect_ok(spawn_ranks("agreement", kRanks, options));
 }
 
@@ -361,8 +361,9 @@ RANK_BODY(mismatches) { launch(1, expect_mismatches); }
 
 TEST(Agreements, MismatchedCollectivesNameTheirOperators) {
   run(kRanks, expect_mismatches);
-  support::SpawnOptions options;
-  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  expect_ok(spawn_ranks("mismatches", kRanks, testing::over("shm")));
+  support::SpawnOptions options = testing::over("gloo");
+  options.environment.emplace_back("TESSERA_CHECK_COLLECTIVES", "1");
   expect_ok(spawn_ranks("mismatches", kRanks, options));
 }
 
@@ -379,7 +380,7 @@ RANK_BODY(sizes) {
   });
 }
 
-TEST(Agreements, WhatNobodyWantsIsReceivedAnyway) { expect_ok(spawn_ranks("sizes", kRanks)); }
+TEST(Agreements, WhatNobodyWantsIsReceivedAnyway) { testing::expect_ok_over_processes("sizes", kRanks); }
 
 TEST(Agreements, ShowWhereLongTextsDiffer) {
   run(2, [] {

@@ -438,10 +438,12 @@ RANK_BODY(silent_thread) {
 }
 
 /// What `ranks` processes reported that do `body`.
-std::string reports_of(const std::string& body, int64_t ranks, const std::string& seconds) {
+std::string reports_of(const std::string& body, int64_t ranks, const std::string& seconds,
+                       const std::string& backend = "") {
   const std::string path = ::testing::TempDir() + "tessera_reports_" + std::to_string(::getpid());
   support::SpawnOptions options;
-  options.environment = {{"TESSERA_WAIT_REPORT_SECONDS", seconds}, {"TESSERA_TEST_REPORTS", path}};
+  options.environment = {
+      {"TESSERA_WAIT_REPORT_SECONDS", seconds}, {"TESSERA_TEST_REPORTS", path}, {"TESSERA_BACKEND", backend}};
   testing::expect_ok(testing::spawn_ranks(body, ranks, options));
   std::string text = reports(path);
   std::remove(path.c_str());
@@ -465,10 +467,13 @@ TEST(Wait, ThatLastsIsReportedInOneLineForTheProcess) {
   EXPECT_EQ(reports_of("silent_thread", 1, "0"), "");
 }
 
-TEST(GlooWait, ThatLastsIsReportedByProcesses) {
-  EXPECT_THAT(reports_of("slow_process", 2, "0.2"),
-              AllOf(HasSubstr("rank 0 has waited for 0.2 s in all_reduce(Float[2]), call 2 of group [0, 1]"),
-                    HasSubstr("\n  rank 1 is in no collective; its last one, ")));
+TEST(Wait, ThatLastsIsReportedByProcesses) {
+  for (const char* backend : {"gloo", "shm"}) {
+    EXPECT_THAT(
+        reports_of("slow_process", 2, "0.2", backend),
+        AllOf(HasSubstr("rank 0 has waited for 0.2 s in all_reduce(Float[2]), call 2 of group [0, 1]"),
+              HasSubstr("\n  rank 1 is in no collective; its last one, ")));
+  }
 }
 
 /// The same mistake on rank 1: both get an error with both sides; then the group still works.

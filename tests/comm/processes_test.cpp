@@ -59,7 +59,7 @@ TEST_P(Processes, CollectiveSuite) { expect_ok(spawn_ranks("suite", GetParam()))
 
 RANK_BODY(world) {
   const auto world = init_process_group();
-  EXPECT_EQ(world->backend(at::kCPU), "gloo");
+  EXPECT_EQ(world->backend(at::kCPU), "shm");
   EXPECT_EQ(get_rank(), std::atoi(std::getenv("RANK")));
   EXPECT_EQ(get_world_size(), 2);
   std::thread([&] { EXPECT_EQ(current_world(), world); }).join();  // all threads of the process are this rank
@@ -329,22 +329,17 @@ TEST(ProcessWorld, CrossesNetworkNamespaces) {
 }
 
 RANK_BODY(two_hosts) {
-  RunOptions options;
-  options.backend = "shm";
-  launch(
-      1,
-      [] {
-        const auto world = current_world();
-        EXPECT_EQ(world->backend(at::kCPU), "gloo");
-        EXPECT_EQ(world->group()->getDefaultBackend()->getBackendName(), "gloo");
-        EXPECT_EQ(world->group({get_rank()}, at::kCPU)->getDefaultBackend()->getBackendName(), "shm");
-        EXPECT_THAT(error_of([&] {
-                      world->group({1, 0}, at::kCPU, "shm");
-                    }),
-                    AllOf(HasSubstr("can share memory"), HasSubstr("Use \"gloo\" between them")));
-        comm::barrier(world->group()).wait();
-      },
-      options);
+  launch(1, [] {
+    const auto world = current_world();
+    EXPECT_EQ(world->backend(at::kCPU), "gloo");
+    EXPECT_EQ(world->group()->getDefaultBackend()->getBackendName(), "gloo");
+    EXPECT_EQ(world->group({get_rank()}, at::kCPU)->getDefaultBackend()->getBackendName(), "shm");
+    EXPECT_THAT(error_of([&] {
+                  world->group({1, 0}, at::kCPU, "shm");
+                }),
+                AllOf(HasSubstr("can share memory"), HasSubstr("Use \"gloo\" between them")));
+    comm::barrier(world->group()).wait();
+  });
 }
 
 TEST(ProcessWorld, SharesNoMemoryBetweenHosts) {

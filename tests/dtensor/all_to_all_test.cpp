@@ -102,13 +102,13 @@ TEST(AllToAllSingle, RefusesWhatDoesNotFit) {
   });
 }
 
-RANK_BODY(rows_over_gloo) {
+RANK_BODY(rows_on_processes) {
   launch(1, [] {
     for (unsigned seed = 0; seed < 3; ++seed)
       expect_exchanged(init_device_mesh(at::kCPU, {current_world()->size()}), 0, seed);
   });
 }
-TEST(AllToAllSingle, OverGloo) { expect_ok(spawn_ranks("rows_over_gloo", 2)); }
+TEST(AllToAllSingle, OnProcesses) { testing::expect_ok_over_processes("rows_on_processes", 2); }
 
 }  // namespace
 }  // namespace tessera

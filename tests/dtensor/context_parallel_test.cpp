@@ -237,7 +237,7 @@ TEST(ContextParallel, RandomCases) {
   }
 }
 
-RANK_BODY(attention_over_gloo) {
+RANK_BODY(attention_on_processes) {
   launch(1, [] {
     const auto ranks = current_world()->size();
     for (const ContextMethod method : kMethods) {
@@ -249,8 +249,8 @@ RANK_BODY(attention_over_gloo) {
     }
   });
 }
-TEST(ContextParallel, OverGloo) {
-  for (const int64_t ranks : {2, 3}) expect_ok(spawn_ranks("attention_over_gloo", ranks));
+TEST(ContextParallel, OnProcesses) {
+  for (const int64_t ranks : {2, 3}) testing::expect_ok_over_processes("attention_on_processes", ranks);
 }
 
 // ---- other options of attention

@@ -691,7 +691,7 @@ RANK_BODY(on_processes) {
   });
 }
 
-TEST(DTensorProcesses, OverGloo) { testing::expect_ok(testing::spawn_ranks("on_processes", 2)); }
+TEST(DTensorProcesses, Sample) { testing::expect_ok_over_processes("on_processes", 2); }
 
 TEST(DTensorInPlace, OutVariants) {
   run(2, [] {

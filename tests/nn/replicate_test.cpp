@@ -251,7 +251,7 @@ TEST(Replicate, SaysWhatIsWrong) {
   });
 }
 
-RANK_BODY(replicate_over_gloo) {
+RANK_BODY(replicate_on_processes) {
   init_process_group();
   Net reference;
   loss_of(reference, small({8, 6}, 9)).backward();
@@ -259,11 +259,11 @@ RANK_BODY(replicate_over_gloo) {
   Net net;
   replicate(*net, mesh, {.bucket_bytes = 150, .first_bucket_bytes = 150});
   loss_of(net, batch_of(small({8, 6}, 9), mesh)).backward();
-  expect_same_gradients(net, reference, " over gloo");
+  expect_same_gradients(net, reference, " on processes");
   destroy_process_group();
 }
 
-TEST(Replicate, OverGloo) { testing::expect_ok(testing::spawn_ranks("replicate_over_gloo", 2)); }
+TEST(Replicate, OnProcesses) { testing::expect_ok_over_processes("replicate_on_processes", 2); }
 
 }  // namespace
 }  // namespace tessera

@@ -17,11 +17,14 @@ TEST(TrainGpt, RunsAsProcesses) {
   const std::vector<std::string> options{"--steps", "3", "--width", "32", "--context", "16", "--batch", "3"};
   std::vector<std::string> command{TESSERA_TRAIN_GPT};
   command.insert(command.end(), options.begin(), options.end());
-  const auto results = support::spawn(4, command, {});
-  testing::expect_ok(results);
-  EXPECT_THAT(results[0].output, ::testing::HasSubstr("4 ranks over \"gloo\" as mesh(dp=2, tp=2)"));
-  EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
-  EXPECT_EQ(results[1].output, "");
+  for (const std::string backend : {"gloo", "shm"}) {
+    const auto results = support::spawn(4, command, testing::over(backend));
+    testing::expect_ok(results);
+    EXPECT_THAT(results[0].output,
+                ::testing::HasSubstr("4 ranks over \"" + backend + "\" as mesh(dp=2, tp=2)"));
+    EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+    EXPECT_EQ(results[1].output, "");
+  }
 }
 
 TEST(TrainGpt, IsFullySharded) {

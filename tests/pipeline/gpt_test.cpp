@@ -544,13 +544,13 @@ TEST(Pipeline, FailureReachesAllStages) {
   }
 }
 
-RANK_BODY(pipeline_failure_over_gloo) {
+RANK_BODY(pipeline_failure_on_processes) {
   init_process_group();
   expect_failure_everywhere(1, "1f1b");
 }
 
-TEST(Pipeline, FailureReachesAllStagesOverGloo) {
-  testing::expect_ok(testing::spawn_ranks("pipeline_failure_over_gloo", 3));
+TEST(Pipeline, FailureReachesAllStagesOnProcesses) {
+  testing::expect_ok_over_processes("pipeline_failure_on_processes", 3);
 }
 
 /// Wrong arguments on one rank are refused on all of them, and the pipeline still works.
@@ -637,18 +637,18 @@ TEST(Pipeline, SaysWhatIsWrong) {
 
 // ---- processes
 
-RANK_BODY(pipeline_over_gloo) {
+RANK_BODY(pipeline_on_processes) {
   init_process_group();
   compare_plain(init_device_mesh(at::kCPU, {get_world_size()}, {"pp"}), 10);
   destroy_process_group();
 }
 
-TEST(Pipeline, OverGloo) {
-  testing::expect_ok(testing::spawn_ranks("pipeline_over_gloo", 2));
-  testing::expect_ok(testing::spawn_ranks("pipeline_over_gloo", 4));
+TEST(Pipeline, OnProcesses) {
+  testing::expect_ok_over_processes("pipeline_on_processes", 2);
+  testing::expect_ok_over_processes("pipeline_on_processes", 4);
 }
 
-RANK_BODY(pipeline_with_data_parallel_over_gloo) {
+RANK_BODY(pipeline_with_data_parallel_on_processes) {
   init_process_group();
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"pp", "dp"});
   compare_data_parallel(mesh, 8);
@@ -656,8 +656,8 @@ RANK_BODY(pipeline_with_data_parallel_over_gloo) {
   destroy_process_group();
 }
 
-TEST(Pipeline, WithDataParallelOverGloo) {
-  testing::expect_ok(testing::spawn_ranks("pipeline_with_data_parallel_over_gloo", 4));
+TEST(Pipeline, WithDataParallelOnProcesses) {
+  testing::expect_ok_over_processes("pipeline_with_data_parallel_on_processes", 4);
 }
 
 }  // namespace

@@ -479,7 +479,7 @@ TEST(Execute, NamesWhatIsWrongWithTheLocalTensor) {
 
 RANK_BODY(sample) {
   launch(1, [] {
-    EXPECT_EQ(current_world()->backend(at::kCPU), "gloo");
+    EXPECT_EQ(current_world()->backend(at::kCPU), std::getenv("TESSERA_BACKEND"));
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
     for (const c10::DimVector& shape :
          {c10::DimVector{4, 6}, c10::DimVector{5, 7}, c10::DimVector{1, 3}, c10::DimVector{0, 2}}) {
@@ -501,7 +501,7 @@ RANK_BODY(sample) {
   });
 }
 
-TEST(Execute, OnProcesses) { expect_ok(spawn_ranks("sample", 2)); }
+TEST(Execute, OnProcesses) { testing::expect_ok_over_processes("sample", 2); }
 
 }  // namespace
 }  // namespace tessera

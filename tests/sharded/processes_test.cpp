@@ -1,4 +1,4 @@
-// Sharded tensors on ranks that are processes, over gloo: a sample of what the other tests do with threads.
+// Sharded tensors on ranks that are processes, over gloo and over shared memory: a sample of what the other tests do with threads.
 
 #include <tessera/comm/run.h>
 #include <tessera/sharded/bridge.h>
@@ -80,7 +80,7 @@ RANK_BODY(sample) {
   });
 }
 
-TEST(ShardedProcesses, Sample) { expect_ok(spawn_ranks("sample", 4)); }
+TEST(ShardedProcesses, Sample) { testing::expect_ok_over_processes("sample", 4); }
 
 }  // namespace
 }  // namespace tessera::sharded

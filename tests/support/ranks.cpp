@@ -56,6 +56,19 @@ std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t
   return support::spawn(count, {support::this_program(), kFlag + body}, options);
 }
 
+support::SpawnOptions over(const std::string& backend) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_BACKEND", backend}};
+  return options;
+}
+
+void expect_ok_over_processes(const std::string& body, int64_t count) {
+  for (const char* backend : {"gloo", "shm"}) {
+    SCOPED_TRACE(backend);
+    expect_ok(spawn_ranks(body, count, over(backend)));
+  }
+}
+
 void expect_ok(const std::vector<support::ProcessResult>& results) {
   for (size_t rank = 0; rank < results.size(); ++rank) {
     EXPECT_TRUE(results[rank].ok()) << "rank " << rank << " ended with code " << results[rank].exit_code

@@ -28,6 +28,12 @@ struct RankBody {
 std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t count,
                                                 support::SpawnOptions options = {});
 
+/// For spawn_ranks: processes whose world has this backend, unless they name another.
+support::SpawnOptions over(const std::string& backend);
+
+/// Runs them over gloo and over shared memory, and expects all of them to end well.
+void expect_ok_over_processes(const std::string& body, int64_t count);
+
 /// Expects all of them to have ended well.
 void expect_ok(const std::vector<support::ProcessResult>& results);
 

@@ -39,6 +39,7 @@ constexpr Variable kVariables[] = {
     {"TESSERA_CHECK_LAYOUT", "check that local tensors lie in memory as their specs say"},
     {"TESSERA_CHECK_RANDOM", "check that ranks draw alike"},
     {"TESSERA_FILL_MEMORY", "fill new memory with NaN"},
+    {"TESSERA_BACKEND", "what carries tensors between processes that name no backend"},
     {"TESSERA_JOB_TOKEN", "the secret by which processes of a job know each other"},
     {"TESSERA_LOG", "what is logged to stderr"},
     {"TESSERA_STRICT", "forbid or warn about implicit communication"},

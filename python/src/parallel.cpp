@@ -131,12 +131,14 @@ at::Tensor shard_parameter(const at::Tensor& tensor, const DeviceMesh& mesh, int
 std::shared_ptr<ShardUnit> make_unit(const std::vector<std::string>& names,
                                      const std::vector<at::Tensor>& tensors, const DeviceMesh& mesh,
                                      std::optional<bool> reshard_after_forward,
+                                     std::optional<int64_t> post_forward_ranks,
                                      std::optional<at::ScalarType> param_dtype,
                                      std::optional<at::ScalarType> reduce_dtype) {
   std::vector<ShardUnit::Parameter> parameters;
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back({names[i], tensors.at(i)});
   ShardUnit::Options options;
   options.reshard_after_forward = reshard_after_forward;
+  options.post_forward_ranks = post_forward_ranks;
   options.mp_policy.param_dtype = param_dtype;
   options.mp_policy.reduce_dtype = reduce_dtype;
   options.only_in_forward = true;
@@ -149,7 +151,8 @@ void bind_shard_units(py::module_& module) {
              Release());
   py::class_<ShardUnit, std::shared_ptr<ShardUnit>>(module, "ShardUnit")
       .def(py::init(&make_unit), py::arg("names"), py::arg("parameters"), py::arg("mesh"),
-           py::arg("reshard_after_forward"), py::arg("param_dtype"), py::arg("reduce_dtype"))
+           py::arg("reshard_after_forward"), py::arg("post_forward_ranks"), py::arg("param_dtype"),
+           py::arg("reduce_dtype"))
       .def_static(
           "has", [](const at::Tensor& parameter) { return ShardUnit::of(parameter).first != nullptr; },
           py::arg("parameter"))

@@ -368,6 +368,7 @@ class ShardUnit:
         parameters: Sequence[torch.Tensor],
         mesh: DeviceMesh,
         reshard_after_forward: bool | None,
+        post_forward_ranks: int | None,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None: ...

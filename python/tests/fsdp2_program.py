@@ -90,6 +90,7 @@ def main() -> None:
     train(flat, None, MixedPrecisionPolicy())
     train(flat, False, MixedPrecisionPolicy())
     if ranks == 4:
+        train(flat, 2, MixedPrecisionPolicy())
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         train(both, True, MixedPrecisionPolicy())
     dist.barrier()

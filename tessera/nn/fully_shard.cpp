@@ -114,12 +114,18 @@ void fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions
       [&] {
         TESSERA_CHECK(!ours.unit, "fully_shard: this ", module.name(), " is a unit already.");
         dims = ShardDims::of(mesh, options.dims);
+        const int64_t neighbours = options.post_forward_ranks.value_or(1);
+        TESSERA_CHECK_VALUE(neighbours >= 1 && dims->shards() % neighbours == 0,
+                            "fully_shard: post_forward_ranks is ", neighbours, ", which does not divide the ",
+                            dims->shards(), " ranks that share parameters.");
         return c10::str(module.name(), ", ", mesh, ", ", tensors_text(module));
       },
       [&] { parameters = shard_parameters(module, *dims, options); });
-  if (parameters.empty() || !mesh.is_member()) return;
+  if (!mesh.is_member()) return;
+  // Without parameters of its own, too: it is what the units inside have in common.
   ours.unit = ShardUnit::make(std::move(parameters), *dims,
                               {.reshard_after_forward = options.reshard_after_forward,
+                               .post_forward_ranks = options.post_forward_ranks,
                                .mp_policy = options.mp_policy,
                                .overlap = options.overlap});
   for (const auto& each : module.modules(/*include_self=*/false)) {

@@ -30,6 +30,9 @@ struct FullyShardOptions {
   /// the outermost, whose parameters backward needs first. If that one is told to, it does so also between
   /// two uses.
   std::optional<bool> reshard_after_forward = {};
+  /// Parameters that are freed after forward stay sharded over groups of so many neighbouring ranks, instead of all,
+  /// and backward gathers them there: on a host, say, if there are several. It divides the number of ranks.
+  std::optional<int64_t> post_forward_ranks = {};
   /// The dim to shard a parameter along, by its name in the module; by default the first.
   std::function<int64_t(const std::string& name, const at::Tensor& parameter)> shard_dim = {};
   MixedPrecisionPolicy mp_policy = {};

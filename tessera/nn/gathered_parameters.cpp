@@ -48,6 +48,11 @@ void ShardUnit::Gathered::start() {
   const auto options = DTensorImpl::of(unit->parameters_[0].tensor)->local().options().dtype(at::kByte);
   TESSERA_CHECK(!options.device().is_meta(), "fully_shard: parameter '", unit->parameters_[0].name,
                 "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
+  if (kept_.defined()) {
+    messages_ = at::empty({packing.ranks() * packing.bytes()}, options);
+    pending_.emplace(comm::all_gather_into(messages_, kept_, unit->neighbours_->group));
+    return;
+  }
   message_ = at::empty({packing.bytes()}, options);
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
@@ -64,7 +69,7 @@ void ShardUnit::Gathered::start() {
       comm::all_gather_into(messages_, message_, unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard))));
 }
 
-void ShardUnit::Gathered::fill() {
+void ShardUnit::Gathered::fill(bool for_backward) {
   if (is_filled()) return;
   if (pending_) pending_->wait();
   pending_.reset();
@@ -78,6 +83,10 @@ void ShardUnit::Gathered::fill() {
     } else {
       locals_[i].copy_(DTensorImpl::of(unit->parameters_[i].tensor)->local());
     }
+  }
+  if (for_backward && unit->neighbours_ && !kept_.defined() && messages_.numel() > 0) {
+    const int64_t bytes = messages_.numel() / unit->neighbours_->ranks;
+    kept_ = messages_.narrow(0, unit->neighbours_->rank * bytes, bytes).clone();
   }
   messages_.reset();
 }

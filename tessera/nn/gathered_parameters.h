@@ -36,9 +36,11 @@ class ShardUnit::Gathered final : public MemoryOwner, public std::enable_shared_
 
   /// Starts the all-gather, unless it is under way or done.
   void start();
-  /// Waits for it.
-  void fill();
+  /// Waits for it. If backward will need them, and neighbours are to gather them then: keeps what that takes.
+  void fill(bool for_backward = false);
   void free();
+  /// What was kept, too.
+  void forget() { kept_.reset(); }
   void restore() override;
 
   /// A parameter, distributed or, for local batches, as this rank sees it; without a gradient.
@@ -53,6 +55,7 @@ class ShardUnit::Gathered final : public MemoryOwner, public std::enable_shared_
   std::vector<at::Tensor> locals_;     // views of it
   std::array<std::vector<at::Tensor>, 2> tensors_;
   at::Tensor message_, messages_;  // while it is gathered
+  at::Tensor kept_;                // this rank's part of them, for its neighbours
   std::optional<comm::Pending> pending_;
 };
 

@@ -1,3 +1,4 @@
+#include <tessera/comm/world.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
@@ -85,6 +86,7 @@ std::shared_ptr<ShardUnit> ShardUnit::make(std::vector<Parameter> parameters, Sh
   const std::shared_ptr<ShardUnit> unit(new ShardUnit(std::move(parameters), std::move(dims), options));
   unit->schedule_ = std::make_shared<UnitSchedule>();
   unit->schedule_->add(unit);
+  if (options.post_forward_ranks) unit->neighbours_ = unit->neighbours();
   unit->describe();
   return unit;
 }
@@ -228,13 +230,25 @@ void ShardUnit::start() {
   gathered_->start();
 }
 
+ShardUnit::Neighbours ShardUnit::neighbours() const {
+  const int64_t count = *options_.post_forward_ranks;
+  const auto world = current_world();
+  const MeshDim dim(dims_.shard);
+  const int64_t rank = dims_.mesh.get_local_rank(dim);
+  const auto ranks = world->ranks_of(dims_.mesh.get_group(dim)).value();
+  const auto first = ranks.begin() + rank / count * count;
+  return {world->group(std::vector<int64_t>(first, first + count), dims_.mesh.device_type()), count,
+          rank % count};
+}
+
 void ShardUnit::unshard() {
   if (is_gathered()) return;
   schedule_->begin(*this);
+  const bool for_backward = at::GradMode::is_enabled() && !UnitSchedule::is_in_backward_pass();
   start();
   {
     const Apart apart;
-    gathered_->fill();
+    gathered_->fill(for_backward);
   }
   node_.reset();
   // Below that of all that is computed with the parameters: the engine runs the node after all of it.
@@ -243,6 +257,11 @@ void ShardUnit::unshard() {
 }
 
 void ShardUnit::reshard() {
+  release();
+  if (gathered_) gathered_->forget();
+}
+
+void ShardUnit::release() {
   if (gathered_) gathered_->free();
 }
 
@@ -262,7 +281,7 @@ void ShardUnit::begin_forward(std::optional<bool> local) {
 
 void ShardUnit::end_forward() {
   if (schedule_->is_in_forward()) schedule_->leave_forward();
-  if (!keeps_after_forward()) reshard();
+  if (!keeps_after_forward()) release();
 }
 
 void ShardUnit::begin_backward() {

@@ -33,6 +33,9 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   struct Options {
     /// Free parameters after forward. By default all but those of the outermost unit, which backward needs first.
     std::optional<bool> reshard_after_forward = {};
+    /// Freed for backward, each rank keeps what it needs to gather them among so many neighbours; by default its
+    /// own shards, for all ranks.
+    std::optional<int64_t> post_forward_ranks = {};
     MixedPrecisionPolicy mp_policy = {};
     /// Gather the next unit while this one computes, and reduce gradients while backward goes on.
     bool overlap = true;
@@ -75,6 +78,7 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
 
   bool is_gathered() const;
   void unshard();
+  /// Frees them, and what is kept for backward.
   void reshard();
 
   /// Around forward of the unit's module, where that is known. `local`: each rank has a batch of its own, as
@@ -107,6 +111,14 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   std::vector<uint64_t> state() const;
   bool has_state(const std::vector<uint64_t>& state) const;
   void start();
+  /// Of the ranks that gather parameters for backward: the place of this one in its group.
+  struct Neighbours {
+    Group group;
+    int64_t ranks = 0, rank = 0;
+  };
+  Neighbours neighbours() const;
+  /// Frees the parameters until they are used again.
+  void release();
   bool keeps_after_forward() const;
   c10::intrusive_ptr<torch::autograd::Node> node();
   double divisor() const { return gradient_divisor_.value_or(static_cast<double>(dims_.ranks())); }
@@ -124,6 +136,7 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   Options options_;
   std::vector<Layout> layouts_;  // of the parameters
   std::optional<Packing> packing_;
+  std::optional<Neighbours> neighbours_;
   std::shared_ptr<UnitSchedule> schedule_;
   std::weak_ptr<ShardUnit> outer_;
   std::array<std::weak_ptr<ShardUnit>, 2> next_;  // in forward and in backward, when it was last used

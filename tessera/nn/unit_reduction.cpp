@@ -57,7 +57,7 @@ struct ShardUnit::Part {
 
 variable_list ShardUnit::reduced(variable_list gradients) {
   in_backward_.reset();
-  if (gathered_ && reshard_after_backward_) gathered_->free();
+  if (reshard_after_backward_) reshard();
   schedule_->backward();
   variable_list results(gradients.size());
   for (const size_t i : c10::irange(gradients.size())) {

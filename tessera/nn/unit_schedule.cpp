@@ -9,11 +9,7 @@
 
 namespace tessera {
 
-namespace {
-
-bool is_in_backward_pass() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-}  // namespace
+bool UnitSchedule::is_in_backward_pass() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 void UnitSchedule::take_units_of(UnitSchedule& other) {
   for (const auto& unit : std::exchange(other.units_, {})) {
@@ -41,7 +37,7 @@ void UnitSchedule::begin(ShardUnit& unit) {
     const bool may_free = phase == 1 ? other->reshard_after_backward_ : !other->keeps_after_forward();
     // One that is around is used again, unless memory counts more.
     if (may_free && (!is_around || (phase == 0 && other->options_.reshard_after_forward.value_or(false))))
-      other->reshard();
+      other->release();
   }
 }
 

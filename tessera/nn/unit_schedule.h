@@ -24,6 +24,7 @@ class UnitSchedule : public std::enable_shared_from_this<UnitSchedule> {
   /// Forward of some unit, perhaps inside that of another, with local batches or not.
   void enter_forward(std::optional<bool> local);
   void leave_forward();
+  static bool is_in_backward_pass();
   bool is_in_forward() const { return depth_ > 0; }
   bool is_local() const { return local_; }
 

@@ -1,6 +1,7 @@
 // Fully sharded training against one device.
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
 #include <tessera/nn/fully_shard.h>
@@ -160,6 +161,9 @@ TEST(FullyShard, TrainsAsOneDevice) {
   train_as({"with TP (2, 2) ", {2, 2}, true, {.dims = {"dp"}}}, expected);
   train_as({"least memory ", {2}, false, {.reshard_after_forward = true}}, expected);
   train_as({"most memory ", {2}, false, {.reshard_after_forward = false}}, expected);
+  train_as({"gathered by pairs ", {4}, false, {.reshard_after_forward = true, .post_forward_ranks = 2}},
+           expected);
+  train_as({"gathered by pairs, all but the outermost ", {4}, false, {.post_forward_ranks = 2}}, expected);
   train_as({"last dim ", {3}, false, {.shard_dim = [](const auto&, const auto&) { return -1; }}}, expected);
 }
 
@@ -195,6 +199,62 @@ TEST(FullyShard, CommunicatesOncePerUnit) {
       EXPECT_EQ(counts.get_comm_counts().at("reduce_scatter").bytes, bytes) << counts;
       EXPECT_EQ(counts.get_total_counts(), 2 * layers) << counts;
     }
+  });
+}
+
+/// Of how many ranks the all-gathers were, and what they moved to this one.
+class GatherObserver final : public comm::Observer {
+ public:
+  void called(const comm::Event& event) override {
+    if (event.name != std::string("all_gather")) return;
+    ranks.push_back(event.group->getSize());
+    bytes += event.bytes;
+  }
+  std::vector<int64_t> ranks;
+  int64_t bytes = 0;
+};
+
+/// After forward, parameters stay sharded over neighbours, who gather them for backward.
+TEST(FullyShard, NeighboursGatherForBackward) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(8, 8), torch::nn::Linear(8, 8));
+    const FullyShardOptions options{.reshard_after_forward = true, .post_forward_ranks = 2, .overlap = false};
+    for (size_t i = 0; i < net->size(); ++i) fully_shard(*net->ptr(i), mesh, options);
+    fully_shard(*net, mesh, options);  // which has no parameters of its own
+    const at::Tensor x = batch_on(small({4, 8}), mesh, 1);
+    const int64_t unit = (8 * 8 + 8) * 4;
+    for (int64_t pass = 0; pass < 2; ++pass) {
+      GatherObserver forward;
+      const at::Tensor output = net->forward(x);
+      EXPECT_EQ(forward.ranks, (std::vector<int64_t>{4, 4, 4}));
+      EXPECT_EQ(forward.bytes, 3 * unit);
+      GatherObserver backward;
+      output.sum().backward();
+      // The last one was still there, and the gradient of x, for which the first one is needed, is not asked for.
+      EXPECT_EQ(backward.ranks, std::vector<int64_t>{2});
+      EXPECT_EQ(backward.bytes, unit);
+    }
+    // Without a backward to come, nothing is kept; what is kept is not used for other values.
+    {
+      const at::NoGradGuard no_grad;
+      net->forward(x);
+      GatherObserver again;
+      net->forward(x);
+      EXPECT_EQ(again.ranks, (std::vector<int64_t>{4, 4, 4}));
+    }
+    net->forward(x);
+    torch::optim::SGD(net->parameters(), torch::optim::SGDOptions(0.1)).step();
+    for (const at::Tensor& each : net->parameters()) {
+      const at::NoGradGuard no_grad;
+      at::Tensor(each).fill_(0.5);
+    }
+    GatherObserver written;
+    const at::Tensor output = net->forward(x);
+    EXPECT_EQ(written.ranks, (std::vector<int64_t>{4, 4, 4}));
+    at::Tensor expected = small({4, 8});
+    for (int64_t i = 0; i < 3; ++i) expected = expected.sum(1, true).expand({4, 8}) * 0.5 + 0.5;
+    expect_close(DTensor(output).full_tensor(), expected, "of written parameters");
   });
 }
 
@@ -728,6 +788,8 @@ TEST(FullyShard, SaysWhatIsWrong) {
                                   {"NetImpl", "fully_shard first"});
     const DeviceMesh deep = init_device_mesh(at::kCPU, {1, 1, 2});
     expect_error<c10::ValueError>([&] { fully_shard(*net, deep); }, {"3 dims"});
+    expect_error<c10::ValueError>([&] { fully_shard(*net, mesh, {.post_forward_ranks = 3}); },
+                                  {"post_forward_ranks is 3", "the 2 ranks"});
     fully_shard(*net, mesh);
     expect_error<c10::Error>([&] { fully_shard(*net, mesh); }, {"NetImpl", "a unit already"});
     const at::Tensor x = batch_on(small({8, 5}, 9), mesh, 1);
@@ -744,7 +806,7 @@ TEST(FullyShard, SaysWhatIsWrong) {
 
 // --- processes
 
-RANK_BODY(fully_shard_over_gloo) {
+RANK_BODY(fully_shard_on_processes) {
   init_process_group();
   const Expected expected(4);
   const DeviceMesh mesh = init_device_mesh(at::kCPU, {get_world_size()});
@@ -757,7 +819,7 @@ RANK_BODY(fully_shard_over_gloo) {
   destroy_process_group();
 }
 
-TEST(FullyShard, OverGloo) { testing::expect_ok(testing::spawn_ranks("fully_shard_over_gloo", 2)); }
+TEST(FullyShard, OnProcesses) { testing::expect_ok_over_processes("fully_shard_on_processes", 2); }
 
 }  // namespace
 }  // namespace tessera

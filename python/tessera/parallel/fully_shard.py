@@ -178,15 +178,16 @@ def _all_ranks() -> DeviceMesh:
     return tessera.init_device_mesh("cpu", (tessera.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
-def _reshards(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def _reshards(value: bool | int | None, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
+    """Whether parameters are freed after forward, and over how many ranks they stay sharded then, if not over all."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, None
     if not isinstance(value, int) or value < 1 or mesh.size(mesh.ndim - 1) % value:
         raise ValueError(
             f"fully_shard: reshard_after_forward is a bool, or a number of ranks that divides the {mesh.size(mesh.ndim - 1)} that share parameters; "
             f"got {value!r}."
         )
-    return value > 1
+    return value > 1, value if 1 < value < mesh.size(mesh.ndim - 1) else None
 
 
 def _dim_of(parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> int:
@@ -227,8 +228,8 @@ def fully_shard(
 
     ``mesh``: of one dim, which shards, or of two, of which the first replicates (HSDP); slices of the mesh of tensor parallel parameters. By
     default all ranks.
-    ``reshard_after_forward``: whether parameters are freed after forward. By default all are but those of the outermost unit. A number of
-    ranks above 1 counts as True.
+    ``reshard_after_forward``: whether parameters are freed after forward. By default all are but those of the outermost unit. A number
+    of ranks, which divides that of the mesh dim: they stay sharded over groups of so many neighbours, who gather them for backward.
     ``shard_placement_fn``: gives the ``Shard(dim)`` of a parameter; by default the first dim. Any dim, of any size.
     ``mp_policy``: see :class:`MixedPrecisionPolicy`; that of PyTorch is as good.
     ``ignored_params``: parameters to leave alone.
@@ -245,12 +246,14 @@ def fully_shard(
     if where.ndim > 2:
         raise ValueError(f"fully_shard: expected a mesh of one or two dims, as mesh['dp'], got {where}.")
     unit = _Unit(modules, where, mp_policy)
+    reshards, post_forward_ranks = _reshards(reshard_after_forward, where)
     names = _shard(unit, shard_placement_fn, ignored_params or set())
     unit.shards = ShardUnit(
         names,
         unit.parameters,
         where,
-        _reshards(reshard_after_forward, where),
+        reshards,
+        post_forward_ranks,
         mp_policy.param_dtype,
         mp_policy.reduce_dtype,
     )

@@ -14,13 +14,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DTensorSpec:
-    """The mesh, the placements and the global shape, strides and dtype of a distributed tensor. Equal ones hash alike."""
+    """The mesh, the placements and the global shape, strides and dtype of a distributed tensor. Equal ones hash alike.
+
+    It is read-only: what is assigned must be what it says already.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     tensor_meta: "TensorMeta"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dataclass_fields__ and name not in self.__dict__:
+            super().__setattr__(name, value)
+        elif getattr(self, name) != value:
+            raise AttributeError(
+                f"A _spec only describes a tensor: its {name} is {getattr(self, name)}, and cannot become {value}. Redistribute the tensor."
+            )
 
     @property
     def device_mesh(self) -> DeviceMesh:

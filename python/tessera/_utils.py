@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tessera import _C
+from tessera import _C, _functional
 from tessera._C import DeviceMesh, Partial, Placement, Replicate, Shard, _StridedShard
 
 
@@ -177,6 +177,53 @@ def _get_shard_pad_size(full_size: int, local_tensor: torch.Tensor, dim: int) ->
     return full_size - local_tensor.size(dim)
 
 
+def _select_split_tensor(
+    self: Shard | _StridedShard,
+    tensor: torch.Tensor,
+    num_chunks: int,
+    index: int,
+    *,
+    with_padding: bool = True,
+    contiguous: bool = True,
+    clone: bool = True,
+) -> torch.Tensor:
+    """What rank ``index`` gets of what _split_tensor gives to all."""
+    shard = _split_tensor(self, tensor, num_chunks, with_padding=with_padding, contiguous=False)[0][index]
+    return shard.clone() if clone else shard.contiguous() if contiguous else shard
+
+
+def _replicate_to_shard(
+    self: Shard | _StridedShard, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+) -> torch.Tensor:
+    """The shard at that index, of a tensor that all ranks along the mesh dim have."""
+    return _select_split_tensor(self, local_tensor, mesh.size(mesh_dim), shard_index, with_padding=False)
+
+
+def _to_replicate_tensor(
+    self: Shard | _StridedShard,
+    local_tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    mesh_dim: int,
+    current_logical_shape: Sequence[int],
+) -> torch.Tensor:
+    """The tensor of that shape of which each rank along the mesh dim has a shard. All of them must call it."""
+    from torch.distributed import _functional_collectives as collectives
+
+    along = _StridedShard(0, split_factor=getattr(self, "split_factor", 1))
+    held = _split(along, torch.arange(current_logical_shape[self.dim]), mesh.size(mesh_dim))
+    padded = _padded(local_tensor, self.dim, max(map(len, held)) - local_tensor.size(self.dim))
+    gathered = collectives.all_gather_single(padded.contiguous(), self.dim, (mesh, mesh_dim))
+    shards = [
+        shard.narrow(self.dim, 0, len(indices))
+        for shard, indices in zip(
+            _functional.waited(gathered).chunk(mesh.size(mesh_dim), self.dim), held, strict=True
+        )
+    ]
+    return torch.cat(shards, self.dim).index_select(
+        self.dim, torch.cat(held).argsort().to(local_tensor.device)
+    )
+
+
 def _get_root_mesh_dim(self: DeviceMesh) -> int | None:
     """Which dim of its root a slice of one dim is; None for the root itself."""
     root = self._get_root_mesh()
@@ -229,6 +276,10 @@ def install() -> None:
     DeviceMesh._thread_id = property(lambda _: threading.get_ident())  # type: ignore[assignment,method-assign]
     for placement in (Shard, _StridedShard):
         placement._split_tensor = _split_tensor  # type: ignore[method-assign]
+        placement._select_split_tensor = _select_split_tensor  # type: ignore[method-assign]
+        placement._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign]
+    Shard._replicate_to_shard = _replicate_to_shard  # type: ignore[method-assign]
+    _StridedShard._replicate_to_strided_shard = _replicate_to_shard  # type: ignore[method-assign]
     Shard.local_shard_size_and_offset = staticmethod(_local_shard_size_and_offset)  # type: ignore[method-assign]
     Shard._local_shard_size_and_offset = staticmethod(_local_shard_size_and_offset)  # type: ignore[method-assign]
     Shard._get_shard_pad_size = staticmethod(_get_shard_pad_size)  # type: ignore[method-assign]

@@ -52,8 +52,12 @@ def test_spec():
     with pytest.raises(ValueError, match="mesh dims 0 and 1"):
         distribute_tensor(values(6, 5), mesh, [Shard(0), Shard(0)])._spec.dim_map
     assert not hasattr(values(2), "_spec")
+    x._spec.mesh = mesh
+    x._spec.use_strided_shard_as_shard_order = False
+    with pytest.raises(AttributeError, match="only describes"):
+        x._spec.mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(AttributeError):
-        x._spec.mesh = mesh
+        x._spec.number = 1
 
 
 @on_ranks()
@@ -113,6 +117,29 @@ def test_shards_are_cut_as_torch_cuts_them(size, ranks):
             expected, their_pads = theirs._split_tensor(tensor, ranks)
             assert pads == their_pads and all(map(torch.equal, mine, expected))
     assert Shard._get_shard_pad_size(3, tensor[:2], 0) == 3 - min(size, 2)
+
+
+@on_ranks()
+def test_shards_are_gathered_along_a_mesh_dim():
+    mesh = init_device_mesh("cpu", (2, 2))
+    for size in (1, 5, 8):
+        for placement in (Shard(0), *(_StridedShard(0, split_factor=factor) for factor in (1, 2, 3))):
+            for mesh_dim in (0, 1):
+                index = mesh.get_coordinate()[mesh_dim]
+                cut = (
+                    placement._replicate_to_shard
+                    if isinstance(placement, Shard)
+                    else placement._replicate_to_strided_shard
+                )
+                shard = cut(values(size, 3), mesh, mesh_dim, index)
+                expected = placement._split_tensor(values(size, 3), 2, with_padding=False)[0][index]
+                assert torch.equal(shard, expected)
+                whole = placement._to_replicate_tensor(shard, mesh, mesh_dim, [size, 3])
+                assert torch.equal(whole, values(size, 3))
+    columns = Shard(1)._select_split_tensor(values(2, 5), 4, 3, with_padding=True)
+    assert torch.equal(
+        columns, reference.Shard(1)._select_split_tensor(values(2, 5), 4, 3, with_padding=True)
+    )
 
 
 @on_ranks()

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from ranks import assert_full, on_ranks, values
+from tessera.experimental import implicit_replication
 from tessera.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 import tessera
@@ -481,3 +482,34 @@ def test_operators_that_reduce_take_one_collective():
             plain[0, 0] = torch.nan
             with pytest.raises(RuntimeError, match="not finite"):
                 torch.histc(distribute_tensor(plain, mesh, placements), 7)
+
+
+@on_ranks()
+def test_views_leave_a_sharded_dim_of_size_one_where_it_is():
+    mesh = init_device_mesh("cpu", (4,))
+    for shape, dim, to in (
+        ((1, 6), 0, (1, 2, 3)),
+        ((1, 6), 0, (1, 6, 1)),
+        ((2, 1, 6), 1, (2, 1, 2, 3)),
+        ((1, 4, 2), 0, (1, 8)),
+    ):
+        x = distribute_tensor(values(*shape), mesh, [Shard(dim)])
+        with CommDebugMode() as mode:
+            view = x.view(to)
+        assert mode.get_total_counts() == 0 and view.placements == (Shard(dim),)
+        assert_full(view, values(*shape).view(to))
+
+
+@on_ranks()
+def test_plain_tensors_in_lists():
+    mesh = init_device_mesh("cpu", (4,))
+    distributed, plain = distribute_tensor(values(4, 4), mesh, [Shard(0)]), values(4, 4)
+    with implicit_replication():
+        torch._foreach_add_([distributed, plain], 1)
+        products = torch._foreach_mul([distributed, plain], [plain, distributed])
+    assert_full(distributed, values(4, 4) + 1)
+    assert torch.equal(plain, values(4, 4) + 1)
+    for product in products:
+        assert_full(product, (values(4, 4) + 1) ** 2)
+    with pytest.raises(ValueError, match="plain tensor of shape"):
+        torch._foreach_add([distributed, plain], 1)

@@ -22,6 +22,8 @@ def loss_parallel() -> Iterator[None]:
     are reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
     for targets and weights if all ranks have all of them: where the batch is not sharded. Label smoothing, class weights, ``ignore_index`` and all
     reductions work, on meshes of any number of dims; the loss is that of the global batch, and replicated where classes are sharded.
+    With targets that are indices of classes, and without label smoothing, backward needs no communication; its gradients cannot be
+    differentiated again.
 
         with loss_parallel():
             loss = F.cross_entropy(logits, targets)     # logits: [Shard(0), Shard(1)], targets: [Shard(0), Replicate()]

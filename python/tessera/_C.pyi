@@ -35,6 +35,26 @@ class Shard(Placement):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]: ...
+    def _select_split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        index: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> torch.Tensor: ...
+    def _to_replicate_tensor(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[int],
+    ) -> torch.Tensor: ...
+    def _replicate_to_shard(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor: ...
 
 class _StridedShard(Placement):
     def __init__(self, dim: int, *, split_factor: int) -> None: ...
@@ -51,6 +71,26 @@ class _StridedShard(Placement):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]: ...
+    def _select_split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        index: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> torch.Tensor: ...
+    def _to_replicate_tensor(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[int],
+    ) -> torch.Tensor: ...
+    def _replicate_to_strided_shard(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor: ...
 
 class Replicate(Placement):
     def __init__(self) -> None: ...
@@ -113,6 +153,16 @@ class DeviceMesh:
     def _get_root_mesh_dim(self) -> int | None: ...
     @property
     def _dim_group_names(self) -> list[str]: ...
+    @property
+    def _layout(self) -> Any: ...
+    @property
+    def _rank_map(self) -> torch.Tensor: ...
+    @property
+    def _flatten_rank_map(self) -> tuple[int, ...]: ...
+    @property
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None: ...
+    @property
+    def _thread_id(self) -> int: ...
     def _get_all_submeshes(self, mesh_dim_name: int | str) -> list[DeviceMesh]: ...
     def _is_current_rank_part_of_mesh(self) -> bool: ...
     @property

@@ -245,6 +245,13 @@ def distribute_tensor(
     )
 
 
+def _shard_tensor(
+    full_tensor: torch.Tensor, placements: Placements, device_mesh: DeviceMesh | None = None
+) -> torch.Tensor:
+    """``full_tensor``, which all ranks have alike, as a distributed one, without communication."""
+    return distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
+
+
 def _size(size: tuple[Any, ...]) -> list[int]:
     return list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
 

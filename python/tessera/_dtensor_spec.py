@@ -1,8 +1,9 @@
 """What ``DTensor._spec`` gives: a read-only description of a distributed tensor, with the fields of torch's DTensorSpec."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +14,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DTensorSpec:
-    """The mesh, the placements and the global shape, strides and dtype of a distributed tensor. Equal ones hash alike."""
+    """The mesh, the placements and the global shape, strides and dtype of a distributed tensor. Equal ones hash alike.
+
+    It is read-only: what is assigned must be what it says already.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     tensor_meta: "TensorMeta"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dataclass_fields__ and name not in self.__dict__:
+            super().__setattr__(name, value)
+        elif getattr(self, name) != value:
+            raise AttributeError(
+                f"A _spec only describes a tensor: its {name} is {getattr(self, name)}, and cannot become {value}. Redistribute the tensor."
+            )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -75,6 +87,36 @@ class DTensorSpec:
         """The mesh dims on which the tensor has yet to be reduced."""
         return [mesh_dim for mesh_dim, placement in enumerate(self.placements) if placement.is_partial()]
 
+    def _decoded_order(self) -> dict[int, list[int]] | None:
+        """The mesh dims that shard each tensor dim, in the order that strided shards stand for; None if they stand for none."""
+        result: dict[int, list[int]] = {}
+        for mesh_dim, dim in reversed(self._shards()):
+            order = result.setdefault(dim, [])
+            factor = getattr(self.placements[mesh_dim], "split_factor", 1)
+            products = [
+                math.prod(self.mesh.size(each) for each in order[:at]) for at in range(len(order) + 1)
+            ]
+            if factor not in products:
+                return None
+            order.insert(products.index(factor), mesh_dim)
+        return result
+
+    @property
+    def use_strided_shard_as_shard_order(self) -> bool:
+        """Whether there are strided shards, and these only say that mesh dims shard in another order than from left to right."""
+        has_strided = any(isinstance(each, _StridedShard) for each in self.placements)
+        return has_strided and self._decoded_order() is not None
+
+    @property
+    def shard_order(self) -> tuple[Any, ...]:
+        """For each tensor dim that is sharded: the mesh dims that do so, in their order."""
+        order = self._decoded_order()
+        if order is None:
+            order = {}
+            for mesh_dim, dim in self._shards():
+                order.setdefault(dim, []).append(mesh_dim)
+        return _entries(order.items())
+
     def is_replicated(self) -> bool:
         return all(placement.is_replicate() for placement in self.placements)
 
@@ -84,6 +126,12 @@ class DTensorSpec:
     def __str__(self) -> str:
         placed = "".join(str(each) for each in self.placements)
         return f"Spec({placed} on {tuple(self.shape)}, {self.mesh})"
+
+
+def _entries(order: Iterable[tuple[int, list[int]]]) -> tuple[Any, ...]:
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+    return tuple(ShardOrderEntry(dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(order))
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from ranks import assert_full, on_ranks, values
+from tessera.experimental import implicit_replication
 from tessera.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 import tessera
@@ -379,3 +380,136 @@ def test_what_goes_to_meta_stays_distributed():
             assert isinstance(back, DTensor) and back.device.type == "cpu"
         assert x.to("meta", torch.float64).dtype == torch.float64
         assert isinstance(torch.nn.ParameterList([torch.nn.Parameter(x)]).to("meta")[0], DTensor)
+
+
+@on_ranks()
+def test_the_gradient_of_what_stays_partial_may_stay_partial():
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(values(4, 3), mesh, [Partial()]).requires_grad_()
+    gradient = DTensor.from_local(values(4, 3, seed=1), mesh, [Partial()])
+    with CommDebugMode() as mode:
+        x.redistribute(placements=[Partial()]).backward(gradient)
+    assert mode.get_total_counts() == 0 and x.grad.placements == (Partial(),)
+    assert_full(x.grad, 4 * values(4, 3, seed=1))
+    x.grad = None
+    x.redistribute(placements=[Replicate()]).backward(gradient.redistribute(placements=[Shard(0)]))
+    assert x.grad.placements == (Replicate(),)
+    assert_full(x.grad, 4 * values(4, 3, seed=1))
+
+
+@on_ranks()
+def test_groups_of_channels_are_shuffled_where_they_are():
+    for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
+        placements = [Shard(1)] if mesh.ndim == 1 else [Shard(0), Shard(1)]
+        for groups, collectives in ((4, 0), (12, 0), (1, 0), (3, None)):
+            image = values(2, 12, 3, 3)
+            ours = distribute_tensor(image, mesh, placements).requires_grad_()
+            with CommDebugMode() as mode:
+                shuffled = torch.nn.functional.channel_shuffle(ours, groups)
+            assert collectives is None or mode.get_total_counts() == collectives
+            assert_full(shuffled, torch.nn.functional.channel_shuffle(image, groups))
+            (shuffled * distribute_tensor(values(2, 12, 3, 3, seed=1), mesh)).sum().backward()
+            image.requires_grad_()
+            (
+                torch.nn.functional.channel_shuffle(image, groups) * values(2, 12, 3, 3, seed=1)
+            ).sum().backward()
+            assert_full(ours.grad, image.grad)
+    with pytest.raises(RuntimeError, match="divisible"):
+        torch.nn.functional.channel_shuffle(ours, 5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@on_ranks()
+def test_noise_of_a_rectifier_may_be_partial(training):
+    mesh = init_device_mesh("cpu", (4,))
+    tensors = [values(4, 4, seed=seed) for seed in range(3)]
+    expected = torch.ops.aten.rrelu_with_noise_backward(*tensors, 0.1, 0.3, training, False)
+    for placements in itertools.product([Replicate(), Shard(0), Partial()], repeat=3):
+        placed = [
+            distribute_tensor(each, mesh, [placement])
+            for each, placement in zip(tensors, placements, strict=True)
+        ]
+        with CommDebugMode() as mode:
+            result = torch.ops.aten.rrelu_with_noise_backward(*placed, 0.1, 0.3, training, False)
+        assert_full(result, expected)
+        read = placements[::2] if training else placements[:2]
+        if set(read) <= {Replicate(), Shard(0)} or read in (
+            (Partial(), Replicate()),
+            (Replicate(), Partial()),
+        ):
+            is_linear = training or read != (Replicate(), Partial())  # in what it reads
+            assert mode.get_total_counts() == 0 or not is_linear, placements
+
+
+@on_ranks()
+def test_operators_that_reduce_take_one_collective():
+    gathers = torch.ops.c10d_functional.all_gather_into_tensor
+    two = init_device_mesh("cpu", (2, 2))
+    for size in (12, 5, 3):
+        for mesh, placements in (
+            (init_device_mesh("cpu", (4,)), [Shard(0)]),
+            (two, [Shard(0), Replicate()]),
+            (two, [Shard(0), Shard(0)]),
+            (two, [Shard(1), Shard(0)]),
+        ):
+            plain = values(size, 4)
+            plain[1, 1] = -torch.inf
+            plain[:, 2] = -torch.inf
+            ours = distribute_tensor(plain, mesh, placements).requires_grad_()
+            with CommDebugMode() as mode:
+                result = torch.logsumexp(ours, 0)
+            assert mode.get_comm_counts() == {gathers: 1}
+            assert all(Shard(0) == each or each.is_replicate() for each in result.placements)
+            assert_full(result, torch.logsumexp(plain, 0))
+            assert_full(
+                torch.logsumexp(ours, (0, 1), keepdim=True), torch.logsumexp(plain, (0, 1), keepdim=True)
+            )
+            weights = values(4, seed=1)
+            weights[2] = 0
+            for distributed, each in ((True, ours), (False, plain.requires_grad_())):
+                upstream = distribute_tensor(weights, mesh) if distributed else weights
+                torch.logsumexp(each, 0).backward(upstream)
+            torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, equal_nan=True)
+
+            plain = values(size, 4, seed=2)
+            ours = distribute_tensor(plain, mesh, placements)
+            with CommDebugMode() as mode:
+                counts = torch.histc(ours, 7)
+            assert mode.get_comm_counts() == {gathers: 1}
+            assert_full(counts, torch.histc(plain, 7))
+            same = distribute_tensor(torch.ones(size, 4), mesh, placements)
+            assert_full(torch.histc(same, 7), torch.histc(torch.ones(size, 4), 7))
+            plain[0, 0] = torch.nan
+            with pytest.raises(RuntimeError, match="not finite"):
+                torch.histc(distribute_tensor(plain, mesh, placements), 7)
+
+
+@on_ranks()
+def test_views_leave_a_sharded_dim_of_size_one_where_it_is():
+    mesh = init_device_mesh("cpu", (4,))
+    for shape, dim, to in (
+        ((1, 6), 0, (1, 2, 3)),
+        ((1, 6), 0, (1, 6, 1)),
+        ((2, 1, 6), 1, (2, 1, 2, 3)),
+        ((1, 4, 2), 0, (1, 8)),
+    ):
+        x = distribute_tensor(values(*shape), mesh, [Shard(dim)])
+        with CommDebugMode() as mode:
+            view = x.view(to)
+        assert mode.get_total_counts() == 0 and view.placements == (Shard(dim),)
+        assert_full(view, values(*shape).view(to))
+
+
+@on_ranks()
+def test_plain_tensors_in_lists():
+    mesh = init_device_mesh("cpu", (4,))
+    distributed, plain = distribute_tensor(values(4, 4), mesh, [Shard(0)]), values(4, 4)
+    with implicit_replication():
+        torch._foreach_add_([distributed, plain], 1)
+        products = torch._foreach_mul([distributed, plain], [plain, distributed])
+    assert_full(distributed, values(4, 4) + 1)
+    assert torch.equal(plain, values(4, 4) + 1)
+    for product in products:
+        assert_full(product, (values(4, 4) + 1) ** 2)
+    with pytest.raises(ValueError, match="plain tensor of shape"):
+        torch._foreach_add([distributed, plain], 1)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import tessera
 from tessera import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from tessera.debug import CommDebugMode
 
 CASES = [
     {"reduction": reduction, "label_smoothing": smoothing, "weight": weight, "ignore_index": ignored}
@@ -86,6 +87,39 @@ def test_logits_are_not_moved():
     if is_first:
         moved = [str(each.message).splitlines()[0] for each in caught if "redistribute" in str(each.message)]
         assert moved and not any("4096" in text for text in moved), moved
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@on_ranks()
+def test_backward_needs_no_communication(reduction):
+    mesh = init_device_mesh("cpu", (4,))
+    logits = distribute_tensor(values(5, 8), mesh, [Shard(1)]).requires_grad_()
+    targets, weights = torch.tensor([1, 7, 0, 3, 3]), values(8, seed=1).abs()
+    with loss_parallel(), CommDebugMode() as mode:
+        loss = F.cross_entropy(logits, targets, weights, reduction=reduction)
+        assert mode.get_comm_counts() == {torch.ops.c10d_functional.all_reduce: 3}
+        with mode:
+            loss.sum().backward()
+        assert mode.get_total_counts() == 0
+        with pytest.raises(RuntimeError, match="differentiated again"):
+            loss = F.cross_entropy(logits, targets, reduction=reduction).sum()
+            torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@on_ranks()
+def test_targets_that_are_all_ignored(reduction):
+    mesh = init_device_mesh("cpu", (4,))
+    plain = values(5, 8).requires_grad_()
+    logits = distribute_tensor(values(5, 8), mesh, [Shard(1)]).requires_grad_()
+    targets = torch.full((5,), -100)
+    expected = F.cross_entropy(plain, targets, reduction=reduction)
+    expected.sum().backward()
+    with loss_parallel():
+        loss = F.cross_entropy(logits, targets, reduction=reduction)
+        loss.sum().backward()
+    torch.testing.assert_close(loss.full_tensor(), expected.detach(), equal_nan=True)
+    assert_full(logits.grad, plain.grad)
 
 
 @on_ranks()

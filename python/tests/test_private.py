@@ -1,17 +1,29 @@
 """Private attributes of torch's that libraries use: see the table in docs/python.md."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from ranks import meshes, on_ranks, placements_of, values
+from tessera._api import _shard_tensor
 from tessera._dtensor_spec import DTensorSpec
-from tessera._utils import compute_local_shape_and_global_offset
+from tessera._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_global_tensor_info,
+    compute_global_tensor_shape,
+    compute_local_shape_and_global_offset,
+    compute_local_stride,
+    compute_local_tensor_info,
+)
 from torch.distributed import tensor as reference
+from torch.distributed.tensor import _utils as reference_utils
 from torch.distributed.tensor import placement_types as reference_types
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
 import tessera
 from tessera import DTensor, Partial, Replicate, Shard, _StridedShard, distribute_tensor, init_device_mesh
+from tessera.debug import CommDebugMode
 
 
 @on_ranks()
@@ -40,8 +52,40 @@ def test_spec():
     with pytest.raises(ValueError, match="mesh dims 0 and 1"):
         distribute_tensor(values(6, 5), mesh, [Shard(0), Shard(0)])._spec.dim_map
     assert not hasattr(values(2), "_spec")
+    x._spec.mesh = mesh
+    x._spec.use_strided_shard_as_shard_order = False
+    with pytest.raises(AttributeError, match="only describes"):
+        x._spec.mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(AttributeError):
-        x._spec.mesh = mesh
+        x._spec.number = 1
+
+
+@on_ranks()
+def test_spec_says_in_which_order_mesh_dims_shard():
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = values(8, 4)
+    for placements, order, is_encoded in (
+        ([Shard(0), Shard(0)], (ShardOrderEntry(0, (0, 1)),), False),
+        ([Shard(1), Shard(0)], (ShardOrderEntry(0, (1,)), ShardOrderEntry(1, (0,))), False),
+        ([Replicate(), Partial()], (), False),
+        ([_StridedShard(0, split_factor=2), Shard(0)], (ShardOrderEntry(0, (1, 0)),), True),
+        ([_StridedShard(0, split_factor=4), Replicate()], (ShardOrderEntry(0, (0,)),), False),
+    ):
+        spec = distribute_tensor(x, mesh, placements)._spec
+        assert spec.shard_order == order and spec.use_strided_shard_as_shard_order == is_encoded
+    line = init_device_mesh("cpu", (4,))
+    joined = distribute_tensor(values(2, 4, 3), line, [Shard(1)]).flatten(0, 1)
+    assert isinstance(joined.placements[0], _StridedShard)
+    assert not (joined.relu() + 1)._spec.use_strided_shard_as_shard_order
+
+
+@on_ranks()
+def test_a_tensor_that_all_ranks_have_is_sharded_where_it_is():
+    mesh = init_device_mesh("cpu", (2, 2))
+    with CommDebugMode() as mode:
+        sharded = _shard_tensor(values(4, 6), [Shard(0), Shard(1)], mesh)
+    assert mode.get_total_counts() == 0
+    assert torch.equal(sharded.full_tensor(), values(4, 6)) and sharded.placements == (Shard(0), Shard(1))
 
 
 @on_ranks()
@@ -76,6 +120,29 @@ def test_shards_are_cut_as_torch_cuts_them(size, ranks):
 
 
 @on_ranks()
+def test_shards_are_gathered_along_a_mesh_dim():
+    mesh = init_device_mesh("cpu", (2, 2))
+    for size in (1, 5, 8):
+        for placement in (Shard(0), *(_StridedShard(0, split_factor=factor) for factor in (1, 2, 3))):
+            for mesh_dim in (0, 1):
+                index = mesh.get_coordinate()[mesh_dim]
+                cut = (
+                    placement._replicate_to_shard
+                    if isinstance(placement, Shard)
+                    else placement._replicate_to_strided_shard
+                )
+                shard = cut(values(size, 3), mesh, mesh_dim, index)
+                expected = placement._split_tensor(values(size, 3), 2, with_padding=False)[0][index]
+                assert torch.equal(shard, expected)
+                whole = placement._to_replicate_tensor(shard, mesh, mesh_dim, [size, 3])
+                assert torch.equal(whole, values(size, 3))
+    columns = Shard(1)._select_split_tensor(values(2, 5), 4, 3, with_padding=True)
+    assert torch.equal(
+        columns, reference.Shard(1)._select_split_tensor(values(2, 5), 4, 3, with_padding=True)
+    )
+
+
+@on_ranks()
 def test_local_shapes_and_offsets():
     mesh = tessera.init_device_mesh("cpu", (2, 2))
     row, column = mesh.get_coordinate()
@@ -95,6 +162,71 @@ def test_a_strided_shard_is_no_shard():
     assert not strided.is_shard() and not strided.is_shard(0) and not isinstance(strided, Shard)
     assert Shard(0).is_shard() and Shard(0).is_shard(0) and not Shard(0).is_shard(1)
     assert Partial("prod") == Partial("product")
+
+
+class _Sizes:
+    """A mesh of which only the sizes count."""
+
+    def size(self, dim):
+        return (2, 3, 2)[dim]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_shapes_and_strides_are_those_that_torch_computes(order):
+    local = torch.empty([(2, 3, 4)[dim] for dim in order]).permute(*(order.index(dim) for dim in range(3)))
+    kinds = [("R", None), ("P", None), ("S", 0), ("S", 1), ("S", 2)]
+    for chosen in itertools.product(kinds, repeat=3):
+        mine, theirs = (
+            [
+                module.Shard(dim) if kind == "S" else module.Partial() if kind == "P" else module.Replicate()
+                for kind, dim in chosen
+            ]
+            for module in (tessera, reference)
+        )
+        shape, strides = compute_global_tensor_info(local, _Sizes(), mine)
+        assert (shape, strides) == tuple(
+            map(list, reference_utils.compute_global_tensor_info(local, _Sizes(), theirs))
+        )
+        whole = torch.empty_strided(shape, strides)
+        expected = reference_utils.compute_local_tensor_info(whole, _Sizes(), theirs)
+        assert compute_local_tensor_info(whole, _Sizes(), mine) == expected
+        assert compute_local_stride(strides, (2, 3, 4)) == reference_utils.compute_local_stride(
+            strides, (2, 3, 4)
+        )
+        at = (1, 2, 0)
+        assert _compute_local_shape_and_global_offset((7, 5, 4), (2, 3, 2), at.__getitem__, mine) == (
+            reference_utils._compute_local_shape_and_global_offset(
+                (7, 5, 4), (2, 3, 2), at.__getitem__, theirs
+            )
+        )
+    with pytest.raises(AssertionError, match="not divisible"):
+        compute_local_tensor_info(torch.empty(5), _Sizes(), [Shard(0)])
+
+
+@on_ranks()
+def test_global_shapes_of_unlike_shards():
+    mesh = init_device_mesh("cpu", (4,))
+    rank = tessera.get_rank()
+    assert compute_global_tensor_shape(torch.Size([5, rank]), mesh, [Shard(1)]) == (5, 6)
+    assert compute_global_tensor_shape(torch.Size([5, 2]), mesh, [Replicate()]) == (5, 2)
+    with pytest.raises(RuntimeError, match="identical size across ranks"):
+        compute_global_tensor_shape(torch.Size([5 + rank % 2, rank]), mesh, [Shard(1)])
+    with pytest.raises(NotImplementedError, match="1 placement"):
+        compute_global_tensor_shape(torch.Size([5, 2]), mesh, [Shard(0), Shard(1)])
+
+
+@on_ranks(8)
+def test_layouts_of_meshes_are_torchs():
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    assert mesh["dp", "cp"]._flatten()._layout.collapse().global_ranks(8) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert mesh["dp", "tp"]._flatten()._layout.collapse().global_ranks(8) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert mesh["dp"]._layout.collapse().global_ranks(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh._flatten_mapping["dp_cp"]._layout == mesh["dp", "cp"]._flatten()._layout != mesh["tp"]._layout
+    assert mesh["tp"]._flatten_rank_map == tuple(range(8)) == tuple(mesh._rank_map.tolist())
+    assert mesh._coordinate_on_dim == mesh.get_coordinate()
+    assert mesh._thread_id == mesh["dp"]._thread_id
+    reference_mesh = reference.DeviceMesh("cpu", mesh.mesh, _init_backend=False, _rank=0)
+    assert mesh._layout == reference_mesh._layout
 
 
 @on_ranks()

@@ -102,6 +102,8 @@ def test_nothing_is_communicated_where_torch_does_not(tmp_path):
         "view",
         "mm",
         "where",
+        "nn.functional.channel_shuffle",
+        "nn.functional.rrelu",
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

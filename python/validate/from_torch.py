@@ -285,8 +285,7 @@ The programs have `rank`, 0 or 1, and these; the tables say what rank 0 sees:
 
 COMMUNICATION = """### Communication
 
-`make validate` searches for calls that communicate here and, by torch's propagation, not there. Of these operators there
-are such calls still: {known}.
+`make validate` searches for calls that communicate here and, by torch's propagation, not there. It finds none.
 
 These operators are left out, as torch's answer is wrong for some values:"""
 
@@ -297,11 +296,10 @@ libraries use."""
 
 
 def communication() -> list[str]:
-    from against_torch import EXCEPTIONS, KNOWN, PARTLY
+    from against_torch import EXCEPTIONS, PARTLY
 
     reasons = EXCEPTIONS | {name: f"in some calls: {why}" for name, (why, _) in PARTLY.items()}
-    known = listed([name.removeprefix("aten::") for name in sorted(KNOWN)])
-    lines = [*COMMUNICATION.format(known=known).splitlines(), "", "| operators | why |", "|---|---|"]
+    lines = [*COMMUNICATION.splitlines(), "", "| operators | why |", "|---|---|"]
     for why in dict.fromkeys(reasons.values()):
         names = [name.removeprefix("aten::") for name in reasons if reasons[name] == why]
         lines.append(f"| {listed(names)} | {why} |")

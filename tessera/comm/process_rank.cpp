@@ -322,7 +322,8 @@ void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group
     try {
       if (work->wait(kLookPause)) return;
     } catch (const std::exception&) {
-      if (work->isCompleted()) throw;
+      // It may have ended in the meantime, well or not: the next look tells which. This error may be of the pause alone.
+      if (work->isCompleted()) continue;
     }
     if (monitor.failure().empty()) continue;
     if (!end) end = Clock::now() + kInterruptPatience;

@@ -160,8 +160,13 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     options.async_op = memory.options.async_op;
     options.forward_dtype = memory.options.backward_dtype;
     options.backward_dtype = memory.options.forward_dtype;
-    const DTensor gradient =
-        DTensor(gradients[0]).redistribute(with_partials_replicated(memory.spec.placements()), options);
+    // Where both are partial, the gradient stays so: to reduce it is left to who needs it.
+    Placements placements = with_partials_replicated(memory.spec.placements());
+    const Placements& own = DTensorImpl::of(gradients[0])->spec().placements();
+    for (const size_t i : c10::irange(placements.size())) {
+      if (memory.spec.placements()[i].is_partial() && own[i].is_partial()) placements[i] = own[i];
+    }
+    const DTensor gradient = DTensor(gradients[0]).redistribute(placements, options);
     return {gradient.to(memory.spec.dtype()), Variable()};
   }
 };

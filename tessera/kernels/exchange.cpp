@@ -97,6 +97,14 @@ at::Tensor ShardGroup::join(const at::Tensor& own, int64_t dim, const std::vecto
   return at::cat(received, dim);
 }
 
+at::Tensor gathered(const at::Tensor& own, const Group& group) {
+  auto shape = own.sizes().vec();
+  shape.insert(shape.begin(), group->getSize());
+  at::Tensor all = new_memory(shape, own.options());
+  comm::all_gather_into(all, own.contiguous(), group).wait();
+  return all;
+}
+
 int64_t ShardGroup::before(const std::vector<int64_t>& sizes) const {
   return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(self_), int64_t{0});
 }

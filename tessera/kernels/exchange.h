@@ -84,6 +84,9 @@ class ShardGroup {
   size_t self_ = 0;
 };
 
+/// What each rank of a group has, of one shape on all of them, one after the other along a new first dim. Collective.
+at::Tensor gathered(const at::Tensor& own, const Group& group);
+
 /// The joint group of some mesh dims.
 Group group_of(const DeviceMesh& mesh, const std::vector<int64_t>& mesh_dims);
 

@@ -251,9 +251,10 @@ DeviceMesh DeviceMesh::operator[](const Names& names) const {
   } else {
     ascending = std::ranges::is_sorted(join(axes).digits, std::greater{}, &Digit::stride);
   }
-  TESSERA_CHECK_VALUE(ascending, "Cannot slice ", state_->text(), " by ", quote(names),
-                      ": the names must be in the order of the mesh's dims; for another order use "
-                      "DeviceMesh::concatenate on one slice per name.");
+  TESSERA_CHECK_VALUE(
+      ascending, "Cannot slice ", state_->text(), " by ", quote(names),
+      ": the names must be in the order of the mesh's dims. Mesh dim indices should be in "
+      "ascending order; for another order use DeviceMesh::concatenate on one slice per name.");
   return DeviceMesh(std::make_shared<State>(state_->root, std::move(axes), names, state_->anchor()));
 }
 

@@ -3,6 +3,7 @@
 #include <tessera/ops/family.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -54,39 +55,60 @@ Reduction variance_form(const Function& compute, size_t results) {
       .results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
 }
 
-Stack logsumexp(const c10::OperatorHandle& op, Stack stack) {
-  const NamedArguments arguments(op, stack);
-  const Reduced reduced(arguments);
-  const at::Tensor x = arguments.tensor("self");
-  // Infinite values stay so without being subtracted from one another.
-  const at::Tensor highest = at::nan_to_num(at::amax(x, reduced.dims, /*keepdim=*/true), 0, 0, 0);
-  at::Tensor result =
-      at::add(at::log(at::sum(at::exp(at::sub(x, highest)), reduced.dims, /*keepdim=*/true)), highest);
-  if (!reduced.keep) result = at::squeeze(result, reduced.dims);
-  return {result};
+/// Each rank's own, and that of these.
+Rule logsumexp() {
+  const auto of_all = [](const OpCall&, const Shape& dims) -> Localize {
+    return [dims](const ChosenSpecs& chosen) {
+      LocalCall local;
+      const Spec& x = chosen.inputs[0];
+      std::vector<int64_t> mesh_dims;
+      for (const int64_t dim : dims) std::ranges::copy(mesh_dims_of(x, dim), std::back_inserter(mesh_dims));
+      if (mesh_dims.empty()) return local;
+      std::ranges::sort(mesh_dims);
+      local.communicates = true;
+      local.compute = [group = group_of(x.mesh(), mesh_dims)](const c10::OperatorHandle& op,
+                                                              Stack arguments) {
+        op.callBoxed(arguments);
+        return Stack{at::logsumexp(gathered(arguments.back().toTensor(), group), 0)};
+      };
+      return local;
+    };
+  };
+  return Reduction{
+      .collective = Collective{.text = "each rank's, and that of these", .of = of_all, .contiguous = false}};
 }
 
 // --- histograms
 
-/// The bounds of all data are known by min and max.
-Stack histogram_between_extremes(const c10::OperatorHandle& op, Stack stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor& x = arguments.tensor("self");
-  double least = x.min().item<double>(), most = x.max().item<double>();
-  if (least == most) {
-    least -= 1;
-    most += 1;
-  }
-  return {at::histc(x, arguments["bins"].toInt(), least, most)};
-}
-
-/// libtorch refuses to count nothing.
-Localize zeros_if_empty(int64_t bins) {
-  return [bins](const ChosenSpecs& chosen) {
+/// Counts between bounds; without any, between the least and the most of all data, which ranks exchange.
+Localize counts_of_shard(int64_t bins, bool has_bounds) {
+  return [=](const ChosenSpecs& chosen) {
     LocalCall local;
-    if (c10::multiply_integers(chosen.inputs[0].local_shape()) > 0) return local;
-    local.compute = [bins](const c10::OperatorHandle&, Stack arguments) {
-      return Stack{at::zeros({bins}, self_tensor(arguments).options())};
+    const Spec& x = chosen.inputs[0];
+    const bool is_empty = c10::multiply_integers(x.local_shape()) == 0;
+    const auto none = [bins](const at::Tensor& own) { return Stack{at::zeros({bins}, own.options())}; };
+    if (has_bounds || !x.is_sharded()) {
+      if (!is_empty) return local;
+      local.compute = [none](const c10::OperatorHandle&, Stack arguments) {
+        return none(self_tensor(arguments));  // libtorch refuses to count nothing
+      };
+      return local;
+    }
+    local.communicates = true;
+    local.compute = [=, group = group_of(x.mesh(), mesh_dims_of(x))](const c10::OperatorHandle&,
+                                                                     Stack arguments) {
+      const at::Tensor& own = self_tensor(arguments);
+      const at::Tensor all = gathered(
+          is_empty ? at::tensor({kInfinity, -kInfinity}, own.options()) : at::stack({own.min(), own.max()}),
+          group);
+      double least = all.select(1, 0).min().item<double>(), most = all.select(1, 1).max().item<double>();
+      if (least == most) {
+        least -= 1;
+        most += 1;
+      }
+      // Bounds that libtorch refuses, all ranks refuse.
+      const at::Tensor counts = at::histc(is_empty ? at::zeros({1}, own.options()) : own, bins, least, most);
+      return is_empty ? none(own) : Stack{counts};
     };
     return local;
   };
@@ -96,11 +118,9 @@ std::optional<Strategies> histc(const OpCall& call) {
   const Spec& spec = call.tensors[0];
   if (call.tensors.size() != 1 || spec.numel() == 0) return std::nullopt;
   const bool has_bounds = call.value("min").toScalar().toDouble() != call.value("max").toScalar().toDouble();
-  if (!has_bounds && spec.is_sharded()) return Strategies{{}, {}, {}, histogram_between_extremes};
-  Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {{kUnsharded}}};
-  if (!has_bounds) einsum.contracted = std::nullopt;
+  const Einsum einsum{.inputs = {identity(spec.ndim())}, .outputs = {{kUnsharded}}};
   const int64_t bins = call.integer("bins");
-  return Strategies{strategies_of(einsum), {{{bins}}}, zeros_if_empty(bins)};
+  return Strategies{strategies_of(einsum), {{{bins}}}, counts_of_shard(bins, has_bounds)};
 }
 
 /// Counts over how many there are in all, and over the bins' lengths.
@@ -306,13 +326,13 @@ Table reduce_rules() {
       {{"std.correction"}, variance_form(variance<Variance::deviation, false>, 1)},
       {{"var_mean.correction"}, variance_form(variance<Variance::variance, true>, 2)},
       {{"std_mean.correction"}, variance_form(variance<Variance::deviation, true>, 2)},
-      {{"logsumexp"}, Reduction{.if_sharded = Decomposition{{"amax", "exp", "sum", "log"}, logsumexp}}},
+      {{"logsumexp"}, logsumexp()},
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, Reduction{.results = 2}},
       {{"trace"}, trace()},
   });
   const Table counts = tried({
       {{"histc"},
-       {"sharded: P(sum), between bounds that are given, or found by min and max",
+       {"sharded: P(sum), between bounds that are given, or those of all data, which ranks exchange",
         histc,
         {"bins", "min", "max"},
         "bounds that are not given are those of all data"}},

@@ -62,6 +62,19 @@ LocalCall empty_result(const ChosenSpecs& chosen) {
   return local;
 }
 
+/// Groups of channels become strided: a rank that holds some of the groups keeps what it has.
+Stack channel_shuffle(const c10::OperatorHandle& op, Stack stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor& x = arguments.tensor("self");
+  const int64_t groups = arguments["groups"].toInt(), channels = x.size(1);
+  TESSERA_CHECK(groups > 0 && channels % groups == 0, "channel_shuffle: the number of channels, ", channels,
+                ", must be divisible by groups, ", groups, ".");
+  Shape grouped = x.sizes().vec();
+  grouped[1] = channels / groups;
+  grouped.insert(grouped.begin() + 1, groups);
+  return {x.reshape(grouped).transpose(1, 2).reshape(x.sizes())};
+}
+
 /// Blocks of channels become blocks of positions.
 std::optional<Strategies> pixel_shuffle(const OpCall& call) {
   const Spec& x = call.tensors[0];
@@ -208,7 +221,10 @@ Table spatial_rules() {
   const char* by_factor = "how many shards are even depends on the factor";
   const char* by_windows = "how many rows of windows there are depends on their geometry";
   Table table{
-      {{"channel_shuffle"}, Pattern{.letters = {"n.B->n.B"}, .moves = true}},
+      {{"channel_shuffle"},
+       Pattern{.letters = {"n.B->n.B"},
+               .if_sharded = Decomposition{{"reshape", "transpose"}, channel_shuffle},
+               .moves = true}},
       {{"grid_sampler_2d", "grid_sampler_3d"},
        Pattern{.letters = {"nc..,npq.->ncpq", "nc..,npqr.->ncpqr"}, .linear = {{"input"}}}},
       {{"grid_sampler_2d_backward", "grid_sampler_3d_backward"},

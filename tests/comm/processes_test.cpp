@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <ATen/ATen.h>
+#include <c10/util/Logging.h>
 
 #include "tests/comm/collective_suite.h"
 #include "tests/support/ranks.h"
@@ -84,6 +85,30 @@ RANK_BODY(one_throws) {
   });
   const bool culprit = std::string(std::getenv("RANK")) == "1";
   EXPECT_THAT(error, HasSubstr(culprit ? "the disk is full" : "rank 1 failed: the disk is full"));
+}
+
+RANK_BODY(comes_while_another_looks) {
+  // A wait for gloo looks every 100 ms whether the world has failed, and gets an error of the pause then. The others come
+  // while that error is made, which takes long here.
+  c10::SetStackTraceFetcher(std::function<std::string()>([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    return std::string();
+  }));
+  launch(
+      1,
+      [] {
+        const auto group = current_world()->group();
+        const at::Tensor tensor = at::ones({1});
+        for (int turn = 0; turn < 5; ++turn) {
+          if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(130));
+          comm::all_reduce(tensor, ReduceOp::MAX, group).wait();
+        }
+      },
+      on_gloo());
+}
+
+TEST(ProcessWorld, WhatComesWhileAnotherLooksIsNotLate) {
+  expect_ok(spawn_ranks("comes_while_another_looks", 2));
 }
 
 TEST(ProcessWorld, AnErrorOnOneRankReachesTheOthers) { expect_ok(spawn_ranks("one_throws", 3)); }

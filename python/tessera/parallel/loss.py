@@ -22,6 +22,8 @@ def loss_parallel() -> Iterator[None]:
     are reduced. That is so without this context too. Inside it, logits that would have to be moved first are refused, and plain tensors are taken
     for targets and weights if all ranks have all of them: where the batch is not sharded. Label smoothing, class weights, ``ignore_index`` and all
     reductions work, on meshes of any number of dims; the loss is that of the global batch, and replicated where classes are sharded.
+    With targets that are indices of classes, and without label smoothing, backward needs no communication; its gradients cannot be
+    differentiated again.
 
         with loss_parallel():
             loss = F.cross_entropy(logits, targets)     # logits: [Shard(0), Shard(1)], targets: [Shard(0), Replicate()]
@@ -44,8 +46,70 @@ class _LossParallel(TorchFunctionMode):
             if not _C.is_dtensor(logits):
                 return func(*args, **(kwargs or {}))
             _prepare(bound.arguments)
+            bound.apply_defaults()
+            if _has_class_indices(bound.arguments):
+                of_classes = (
+                    bound.arguments[name] for name in ("target", "weight", "ignore_index", "reduction")
+                )
+                return _reduced(_CrossEntropy.apply(logits, *of_classes), logits)  # type: ignore[no-untyped-call]
             return _reduced(func(*bound.args, **bound.kwargs), logits)
         return func(*args, **(kwargs or {}))
+
+
+def _has_class_indices(arguments: dict[str, Any]) -> bool:
+    """Whether targets are the indices of classes, which _CrossEntropy takes, and no transformation of torch.func is under way."""
+    logits = arguments["input"]
+    return (
+        not arguments["target"].is_floating_point()
+        and arguments["label_smoothing"] == 0
+        and arguments["size_average"] is None
+        and arguments["reduce"] is None
+        and not _functorch.is_transformed()
+        and torch.autograd.forward_ad.unpack_dual(logits).tangent is None  # type: ignore[no-untyped-call]
+    )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of logits whose classes are sharded. What softmax's gradient sums over the classes is known from the targets, so that
+    backward needs no communication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        reduction: str,
+    ) -> torch.Tensor:
+        classes = min(1, logits.ndim - 1)
+        log_probabilities = torch.log_softmax(logits, classes)
+        loss = functional.nll_loss(
+            log_probabilities, target, weight, ignore_index=ignore_index, reduction="none"
+        )
+        counts = target != ignore_index
+        target = torch.where(counts, target, torch.zeros_like(target))
+        share = counts.to(loss.dtype) if weight is None else weight[target] * counts
+        if reduction != "none":
+            loss = loss.sum()
+        if reduction == "mean":
+            total = share.sum()
+            loss, share = loss / total, share / total
+        ctx.save_for_backward(log_probabilities, target, counts, share)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # what is saved would say nothing of the logits
+            raise RuntimeError(
+                "loss_parallel: the gradient of its loss cannot be differentiated again (create_graph=True). Compute the loss outside of "
+                "loss_parallel, where distributed targets and weights give the same."
+            )
+        log_probabilities, target, counts, share = ctx.saved_tensors
+        classes = min(1, log_probabilities.ndim - 1)
+        share = torch.where(counts, gradient * share, torch.zeros_like(share)).unsqueeze(classes)
+        result = torch.exp(log_probabilities).mul_(share)
+        return result.scatter_add_(classes, target.unsqueeze(classes), -share), None, None, None, None
 
 
 def _prepare(arguments: dict[str, Any]) -> None:

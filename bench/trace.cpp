@@ -5,11 +5,12 @@
 #include <tessera/dtensor/dtensor.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -19,17 +20,28 @@ namespace {
 
 using namespace tessera;
 
-/// Microseconds a call takes: the least of several batches, as disturbances only add.
+/// Of this thread, so that other programs that want the cores disturb little.
+double cpu_microseconds() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) * 1e6 + static_cast<double>(now.tv_nsec) * 1e-3;
+}
+
 double microseconds(const std::function<void()>& call, int count) {
-  for (int i = 0; i < count / 10 + 1; ++i) call();
-  double least = 1e30;
-  for (int batch = 0; batch < 9; ++batch) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < count; ++i) call();
-    const auto spent = std::chrono::steady_clock::now() - start;
-    least = std::min(least, std::chrono::duration<double, std::micro>(spent).count() / count);
+  const double start = cpu_microseconds();
+  for (int i = 0; i < count; ++i) call();
+  return (cpu_microseconds() - start) / count;
+}
+
+/// What a call takes without a Trace, and with one: the least of batches that take turns, as disturbances only add.
+std::pair<double, double> without_and_with(const std::function<void()>& call, int count) {
+  double without = 1e30, with = 1e30;
+  for (int batch = 0; batch < 15; ++batch) {
+    without = std::min(without, microseconds(call, count));
+    const Trace trace;
+    with = std::min(with, microseconds(call, count));
   }
-  return least;
+  return {without, with};
 }
 
 DeviceMesh fake_mesh() {
@@ -64,12 +76,7 @@ int main() {
   };
   std::printf("%-32s %12s %12s %12s %8s\n", "", "without, us", "with, us", "more, us", "ratio");
   for (const Case& each : cases) {
-    const double without = microseconds(each.call, each.count);
-    double with = 0;
-    {
-      const Trace trace;
-      with = microseconds(each.call, each.count);
-    }
+    const auto [without, with] = without_and_with(each.call, each.count);
     std::printf("%-32s %12.2f %12.2f %12.2f %8.3f\n", each.name.c_str(), without, with, with - without,
                 with / without);
   }

@@ -13,6 +13,7 @@
 #include <tessera/comm/world.h>
 #include <tessera/debug/assert_placements.h>
 #include <tessera/debug/comm_debug_mode.h>
+#include <tessera/debug/dry_run.h>
 #include <tessera/debug/explain.h>
 #include <tessera/debug/trace.h>
 #include <tessera/debug/visualize.h>
@@ -30,6 +31,7 @@
 #include <tessera/nn/hooks.h>
 #include <tessera/nn/input_reshard.h>
 #include <tessera/nn/members.h>
+#include <tessera/nn/on_meta.h>
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
 #include <tessera/pipeline/microbatch.h>

@@ -81,6 +81,12 @@ struct GPTImpl : torch::nn::Module {
 };
 TORCH_MODULE(GPT);
 
+/// Of what follows each token of pieces that have one more than the model sees.
+inline at::Tensor loss_of(GPT& model, const at::Tensor& pieces) {
+  return torch::nn::functional::cross_entropy(model->forward(pieces.slice(1, 0, -1)).flatten(0, 1),
+                                              pieces.slice(1, 1).flatten());
+}
+
 /// The one line that distributing it needs: which member is a parameter of the model itself.
 inline const bool registered = (tessera::register_members<GPTImpl>(&GPTImpl::positions), true);
 

@@ -66,14 +66,12 @@ void read_mesh(const std::string& text, Options& options) {
 
 /// "fsdp+tp"; the mesh that goes with it, if none was given.
 std::string read_parallel(const std::string& text, Options& options) {
-  const std::map<std::string, std::string> meshes{
-      {"dp", "dp=4"}, {"tp", "tp=4"}, {"tp+dp", "dp=2,tp=2"}, {"fsdp", "dp=4"}, {"fsdp+tp", "dp=2,tp=2"}};
-  const auto found = meshes.find(text);
-  if (found == meshes.end())
+  const auto parallel = gpt::parallel_named(text);
+  if (!parallel)
     throw CLI::ValidationError("--parallel", "\"" + text + "\" is none of dp, tp, tp+dp, fsdp and fsdp+tp");
-  options.parallel.tensor = text.find("tp") != std::string::npos;
-  options.parallel.shard = text.starts_with("fsdp");
-  return found->second;
+  options.parallel.tensor = parallel->tensor;
+  options.parallel.shard = parallel->shard;
+  return text == "tp" ? "tp=4" : parallel->tensor ? "dp=2,tp=2" : "dp=4";
 }
 
 void check(const Options& options) {
@@ -145,12 +143,6 @@ class Progress {
   const Clock::time_point start_;
 };
 
-/// Of what follows each character of pieces that have one more than the context.
-at::Tensor loss_of(gpt::GPT& model, const at::Tensor& pieces, int64_t context) {
-  return torch::nn::functional::cross_entropy(model->forward(pieces.slice(1, 0, context)).flatten(0, 1),
-                                              pieces.slice(1, 1).flatten());
-}
-
 /// The losses of the steps that were made.
 struct Losses {
   int64_t first = 0;  // the step of the first one
@@ -192,7 +184,7 @@ Losses train(gpt::GPT& model, const Text& text, const Options& options, bool sho
   std::optional<checkpoint::PendingSave> pending;
   for (int64_t step = losses.first; step < end; ++step) {
     const at::Tensor pieces = distribute(text.batch(options.batch, context + 1, options.seed, step));
-    const at::Tensor loss = loss_of(model, pieces, context);
+    const at::Tensor loss = gpt::loss_of(model, pieces);
     optimizer.zero_grad();
     loss.backward();
     optimizer.step();
@@ -236,9 +228,9 @@ void show_parameters(const torch::nn::Module& model) {
 }
 
 /// What one step communicates.
-void show_collectives(gpt::GPT& model, const at::Tensor& pieces, int64_t context, bool shown) {
+void show_collectives(gpt::GPT& model, const at::Tensor& pieces, bool shown) {
   CommDebugMode counts;
-  loss_of(model, pieces, context).backward();
+  gpt::loss_of(model, pieces).backward();
   model->zero_grad();
   if (!shown) return;
   heading("Collectives in one forward and backward pass");
@@ -302,7 +294,7 @@ bool run_demo(Options options) {
       show_parameters(*model);
     }
     show_collectives(model, distribute(text.batch(options.batch, options.model.context + 1, options.seed, 0)),
-                     options.model.context, first);
+                     first);
     if (first) {
       heading(c10::str("Training on ", text.size(), " characters, ", options.batch, " pieces of ",
                        options.model.context, " a step"));

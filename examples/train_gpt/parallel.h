@@ -4,6 +4,9 @@
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
 
+#include <optional>
+#include <string_view>
+
 #include "gpt.h"
 
 namespace gpt {
@@ -14,6 +17,15 @@ struct Parallel {
   bool shard = false;     // along "dp": parameters, gradients and optimizer states, besides the batch
   bool sequence = false;  // along "tp": what flows between the blocks
 };
+
+/// By its name: "dp", "tp", "tp+dp", "fsdp" or "fsdp+tp". Nothing if it is none of them.
+inline std::optional<Parallel> parallel_named(std::string_view name) {
+  for (const std::string_view known : {"dp", "tp", "tp+dp", "fsdp", "fsdp+tp"}) {
+    if (name == known)
+      return Parallel{.tensor = name.find("tp") != name.npos, .shard = name.starts_with("fsdp")};
+  }
+  return std::nullopt;
+}
 
 inline void parallelize_tensors(torch::nn::Module& model, const tessera::DeviceMesh& mesh, bool sequence) {
   using namespace tessera;

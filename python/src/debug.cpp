@@ -2,6 +2,7 @@
 #include <tessera/comm/world.h>
 #include <tessera/debug/assert_placements.h>
 #include <tessera/debug/calling_operator.h>
+#include <tessera/debug/dry_run.h>
 #include <tessera/debug/explain.h>
 #include <tessera/debug/trace.h>
 #include <tessera/debug/visualize.h>
@@ -21,7 +22,8 @@ namespace tessera::python {
 namespace {
 
 /// Calls a function of Python for every collective of the thread that entered it, but not of agreements, which torch has
-/// none of: with its name, its bytes, the operator that called it of its own accord or "", and the ranks of its group.
+/// none of: with its name, its bytes, the operator that called it of its own accord or "", the ranks of its group, and the
+/// mesh dim that these are along or "".
 class CommObserver {
  public:
   explicit CommObserver(py::function called) : called_(std::move(called)) {}
@@ -35,9 +37,11 @@ class CommObserver {
     void called(const comm::Event& event) override {
       if (event.is_agreement) return;
       const std::string op = calling_operator();
-      const auto ranks = has_current_world() ? current_world()->ranks_of(event.group) : std::nullopt;
+      const auto world = has_current_world() ? current_world() : nullptr;
+      const auto ranks = world ? world->ranks_of(event.group) : std::nullopt;
+      const std::string mesh_dim = world ? world->name_of(event.group) : "";
       const py::gil_scoped_acquire acquire;
-      owner_.called_(event.name, event.bytes, op, ranks.value_or(std::vector<int64_t>()));
+      owner_.called_(event.name, event.bytes, op, ranks.value_or(std::vector<int64_t>()), mesh_dim);
     }
 
    private:
@@ -132,6 +136,41 @@ class TraceScope {
   std::unique_ptr<Trace> trace_;
 };
 
+MemoryUse to_use(const std::string& name) {
+  if (name == "parameters") return MemoryUse::parameters;
+  if (name == "optimizer") return MemoryUse::optimizer;
+  TESSERA_CHECK_VALUE(name == "activations", "DryRun: memory is for \"parameters\", \"activations\" or ",
+                      "\"optimizer\", got \"", name, "\".");
+  return MemoryUse::activations;
+}
+
+/// A DryRun as a scope of two calls.
+class DryRunScope {
+ public:
+  DryRunScope(const std::string& mesh, int64_t rank, const std::vector<std::pair<double, double>>& links)
+      : mesh_(parse_mesh(mesh)) {
+    options_.rank = rank;
+    for (const auto& [latency, per_byte] : links) options_.cost.links.push_back({latency, per_byte});
+  }
+  DeviceMesh enter() {
+    run_ = std::make_unique<DryRun>(mesh_, options_);
+    return run_->mesh();
+  }
+  void exit() { run_.reset(); }
+  void set_use(const std::string& use) { run_->set_use(to_use(use)); }
+  void begin_step(const std::vector<at::Tensor>& parameters) { run_->begin_step(parameters); }
+  StepCost end_step(const std::vector<at::Tensor>& parameters, double more_flops) {
+    StepCost cost = run_->end_step(parameters);
+    cost.flops += more_flops;
+    return cost;
+  }
+
+ private:
+  const Layout mesh_;
+  DryRunOptions options_;
+  std::unique_ptr<DryRun> run_;
+};
+
 /// Of a tensor, and of its way to other placements unless that is None.
 std::string picture(const at::Tensor& tensor, py::handle to, const std::string& format) {
   const PictureFormat parsed = parse_picture_format(format);
@@ -198,6 +237,46 @@ void bind_debug(py::module_& module) {
       .def("json", &TraceScope::json, py::call_guard<py::gil_scoped_release>())
       .def("summary", &TraceScope::summary, py::call_guard<py::gil_scoped_release>())
       .def("write", &TraceScope::write, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+  py::class_<MemoryOfRank>(module, "MemoryOfRank")
+      .def_readonly("parameters", &MemoryOfRank::parameters)
+      .def_readonly("gradients", &MemoryOfRank::gradients)
+      .def_readonly("optimizer", &MemoryOfRank::optimizer)
+      .def_readonly("activations", &MemoryOfRank::activations)
+      .def_readonly("in_flight", &MemoryOfRank::in_flight)
+      .def_readonly("peak", &MemoryOfRank::peak);
+  py::class_<CollectivesOfStep>(module, "CollectivesOfStep")
+      .def_readonly("name", &CollectivesOfStep::name)
+      .def_readonly("mesh_dims", &CollectivesOfStep::mesh_dims)
+      .def_readonly("is_agreement", &CollectivesOfStep::is_agreement)
+      .def_readonly("ranks", &CollectivesOfStep::ranks)
+      .def_readonly("calls", &CollectivesOfStep::calls)
+      .def_readonly("bytes", &CollectivesOfStep::bytes)
+      .def_readonly("seconds", &CollectivesOfStep::seconds);
+  py::class_<StepCost>(module, "StepCost")
+      .def_readonly("mesh", &StepCost::mesh)
+      .def_readonly("rank", &StepCost::rank)
+      .def_readonly("memory", &StepCost::memory)
+      .def_readonly("collectives", &StepCost::collectives)
+      .def_readonly("flops", &StepCost::flops)
+      .def_property_readonly("bytes", &StepCost::bytes)
+      .def_property_readonly("communication_seconds", &StepCost::communication_seconds)
+      .def("__str__", [](const StepCost& cost) { return c10::str(cost); });
+  py::class_<DryRunScope>(module, "DryRunScope")
+      .def(py::init<const std::string&, int64_t, const std::vector<std::pair<double, double>>&>(),
+           py::arg("mesh"), py::arg("rank"), py::arg("links"))
+      .def("enter", &DryRunScope::enter)
+      .def("exit", &DryRunScope::exit)
+      .def("set_use", &DryRunScope::set_use, py::arg("use"))
+      .def("begin_step", &DryRunScope::begin_step, py::arg("parameters"))
+      .def("end_step", &DryRunScope::end_step, py::arg("parameters"), py::arg("more_flops"));
+  module.def(
+      "parse_mesh",
+      [](const std::string& text) {
+        const Layout layout = parse_mesh(text);
+        return std::pair(layout.mesh_dim_names,
+                         std::vector<int64_t>(layout.mesh_shape.begin(), layout.mesh_shape.end()));
+      },
+      py::arg("text"));
   module.def(
       "explain",
       [](const std::string& call, const std::string& mesh) {

@@ -179,7 +179,9 @@ void bind_worlds(py::module_& module) {
         if (has_current_world()) current_world()->report_failure(reason);
       },
       py::arg("reason"));
-  module.def("is_rank_thread", [] { return has_current_world() && current_world()->is_threads(); });
+  module.def("is_rank_thread", [] {
+    return has_current_world() && (current_world()->is_threads() || current_world()->is_dry_run());
+  });
   module.def("shares_process", [] {
     return has_current_world() && current_world()->is_threads() && current_world()->size() > 1;
   });

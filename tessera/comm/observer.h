@@ -31,6 +31,21 @@ class TESSERA_API WhileAgreeing {
   ThreadScope<bool, WhileAgreeing> scope_;
 };
 
+/// While alive, what the calling thread allocates is for messages, or for what they bring and is freed soon. For who counts
+/// memory.
+class TESSERA_API MemoryInFlight {
+ public:
+  MemoryInFlight();
+  ~MemoryInFlight();
+  MemoryInFlight(const MemoryInFlight&) = delete;
+  MemoryInFlight& operator=(const MemoryInFlight&) = delete;
+
+  static bool is_alive();
+
+ private:
+  ThreadScope<bool, MemoryInFlight> scope_;
+};
+
 /// While alive, is notified of every event of the calling thread, before the call is carried out. If several
 /// are alive, all of them are, the innermost first.
 class TESSERA_API Observer {

@@ -154,6 +154,8 @@ World::World(WorldOptions options)
                       " is not in a world of ", options_.size, " ranks.");
   TESSERA_CHECK_VALUE(options_.timeout.count() > 0, "The timeout must be positive, got ",
                       options_.timeout.count(), " ms.");
+  TESSERA_CHECK_VALUE(!options_.dry_run || options_.backend == "fake",
+                      "A dry run needs the backend \"fake\", got \"", options_.backend, "\".");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();
   options_.check_collectives = options_.check_collectives || environment_asks_for_checks();
   if (!options_.hub && options_.store && options_.size > 1 &&
@@ -249,6 +251,7 @@ Group World::find_or_make(GroupKey key) {
                                                        static_cast<int>(ranks.size()));
   const auto type = c10d::ProcessGroup::strToBackendType(key.backend);
   group->setBackend(device, type, backend);
+  if (options_.dry_run) group->setBackend(c10::DeviceType::Meta, type, backend);
   group->setDefaultBackend(type);
   group->setGroupName(request.name);
   group->setGroupDesc("tessera");
@@ -328,8 +331,18 @@ void World::leave() {
 }
 
 void World::name_group(const Group& group, const std::string& name) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!names_.emplace(group.get(), name).second) return;
+  }
   const auto ranks = process_rank_ ? ranks_of(group) : std::nullopt;
   if (ranks) process_rank_->name_group(group, *ranks, name);
+}
+
+std::string World::name_of(const Group& group) const {
+  std::lock_guard lock(mutex_);
+  const auto found = names_.find(group.get());
+  return found == names_.end() ? "" : found->second;
 }
 
 std::shared_ptr<World> current_world() {

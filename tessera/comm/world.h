@@ -56,6 +56,10 @@ struct WorldOptions {
   /// Also switched on by TESSERA_CHECK_COLLECTIVES=1 in the environment, and in debug builds unless that is 0.
   bool check_collectives = false;
 
+  /// With the backend "fake": tensors on meta are communicated like any others, so that observers see what would move.
+  /// (Elsewhere nothing is called for them, as they have no values.)
+  bool dry_run = false;
+
   /// Called before the world makes a group: returns an existing group of exactly these ranks, for tensors on
   /// that device, or null.
   std::function<Group(c10::IntArrayRef ranks, c10::DeviceType device)> existing_group = {};
@@ -76,6 +80,8 @@ class TESSERA_API World {
   int64_t rank() const { return options_.rank; }
   int64_t size() const { return options_.size; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
+  /// WorldOptions::dry_run
+  bool is_dry_run() const { return options_.dry_run; }
   /// Whether the ranks are threads of this process.
   bool is_threads() const { return options_.hub != nullptr; }
 
@@ -94,8 +100,11 @@ class TESSERA_API World {
   /// order with what is called on other groups, so that another thread of each rank may do so.
   Group group_for(const std::string& purpose);
 
-  /// From now on, messages say `name` of the group too, as in "group tp [0, 2]".
+  /// From now on, messages say `name` of the group too, as in "group tp [0, 2]". The first name of a group stays.
   void name_group(const Group& group, const std::string& name);
+
+  /// The name of a group: of the mesh dim that its ranks are along, or of several, as "dp_tp". Empty if it has none.
+  std::string name_of(const Group& group) const;
 
   /// The ranks of a group that this world made, or nothing if it did not make it.
   std::optional<std::vector<int64_t>> ranks_of(const Group& group) const;
@@ -146,6 +155,7 @@ class TESSERA_API World {
   std::map<std::string, std::string> backends_;  // by device type name; "" for all others
   mutable std::mutex mutex_;
   std::map<GroupKey, Group> groups_;
+  std::map<const c10d::ProcessGroup*, std::string> names_;  // of groups
   std::shared_ptr<ProcessRank> process_rank_;
 };
 

@@ -1,3 +1,4 @@
+#include <tessera/comm/world.h>
 #include <tessera/debug/comm_debug_mode.h>
 #include <tessera/redistribute/plan.h>
 
@@ -6,9 +7,16 @@
 namespace tessera {
 
 void CommDebugMode::called(const comm::Event& event) {
-  Count& count = counts_[event.name];
-  ++count.calls;
-  count.bytes += event.bytes;
+  const std::string mesh_dim = has_current_world() ? current_world()->name_of(event.group) : "";
+  for (Count* count : {&counts_[event.name], &by_mesh_dim_[event.name][mesh_dim]}) {
+    ++count->calls;
+    count->bytes += event.bytes;
+  }
+}
+
+void CommDebugMode::reset() {
+  counts_.clear();
+  by_mesh_dim_.clear();
 }
 
 int64_t CommDebugMode::calls(const std::string& name) const {

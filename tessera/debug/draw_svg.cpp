@@ -264,7 +264,8 @@ std::string document(double width, double height, const std::string& content) {
   return c10::str(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"", px(std::ceil(width)), "\" height=\"",
       px(std::ceil(height)), "\" viewBox=\"0 0 ", px(std::ceil(width)), " ", px(std::ceil(height)),
-      "\" font-family=\"ui-monospace, 'DejaVu Sans Mono', Menlo, monospace\" font-size=\"12\">\n"
+      "\" font-family=\"ui-monospace, 'DejaVu Sans Mono', Menlo, monospace\" font-size=\"12\" "
+      "style=\"background:#fff\">\n"
       "<style>text{fill:#222}.title{font-weight:bold}.note,.tick,.slice,.step{fill:#555}.tick{font-size:10px}"
       "rect{stroke:#444;stroke-width:1}.arrow{fill:none;stroke:#333;stroke-width:1.2;opacity:.55;marker-end:"
       "url(#head)}"

@@ -212,11 +212,11 @@ Group DeviceMesh::get_group(const std::vector<MeshDim>& dims) const {
     }
     axes.push_back(std::move(axis));
   }
-  return state_->group(join(axes));
+  return state_->joint_group(axes);
 }
 
 Group DeviceMesh::get_joint_group() const {
-  return ndim() == 1 ? state_->group(size_t{0}) : state_->group(join(state_->axes));
+  return ndim() == 1 ? state_->group(size_t{0}) : state_->joint_group(state_->axes);
 }
 
 std::vector<Group> DeviceMesh::get_all_groups() const {

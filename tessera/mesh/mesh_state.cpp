@@ -109,6 +109,22 @@ Group DeviceMesh::State::group(size_t position) const {
   return made;
 }
 
+Group DeviceMesh::State::joint_group(std::span<const Axis> joined) const {
+  const Axis axis = join(joined);
+  Group made = group(axis);
+  if (axis.group || names.empty() || !root->world->name_of(made).empty()) return made;
+  std::string name;
+  for (const Axis& part : joined) {
+    if (part.size() == 1) continue;
+    const auto known =
+        std::find_if(axes.begin(), axes.end(), [&](const Axis& each) { return each.digits == part.digits; });
+    if (known == axes.end()) return made;  // one that was flattened under another name
+    name.append(name.empty() ? "" : "_").append(names[known - axes.begin()]);
+  }
+  if (!name.empty()) root->world->name_group(made, name);
+  return made;
+}
+
 const Group& DeviceMesh::State::checked(const Axis& axis, const Group& group) const {
   const auto expected = ranks({&axis, 1}, first_index({&axis, 1}, member_index("group")));
   const auto size = static_cast<int64_t>(expected.size());

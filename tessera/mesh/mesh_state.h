@@ -49,6 +49,8 @@ struct DeviceMesh::State {
   /// This rank's group along an axis, or along a dim of this mesh.
   Group group(const Axis& axis) const;
   Group group(size_t position) const;
+  /// That along several axes, with their names.
+  Group joint_group(std::span<const Axis> joined) const;
   /// `group`, if it is one of the ranks along `axis`; else an error.
   const Group& checked(const Axis& axis, const Group& group) const;
 

@@ -1,3 +1,4 @@
+#include <tessera/comm/observer.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/error.h>
 #include <tessera/nn/gathered_parameters.h>
@@ -46,8 +47,10 @@ void ShardUnit::Gathered::start() {
   const Packing& packing = *unit->packing_;
   const int64_t rank = unit->dims_.mesh.get_local_rank(MeshDim(unit->dims_.shard));
   const auto options = DTensorImpl::of(unit->parameters_[0].tensor)->local().options().dtype(at::kByte);
-  TESSERA_CHECK(!options.device().is_meta(), "fully_shard: parameter '", unit->parameters_[0].name,
+  TESSERA_CHECK(!options.device().is_meta() || unit->dims_.mesh.world()->is_dry_run(),
+                "fully_shard: parameter '", unit->parameters_[0].name,
                 "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
+  const comm::MemoryInFlight in_flight;
   if (kept_.defined()) {
     messages_ = at::empty({packing.ranks() * packing.bytes()}, options);
     pending_.emplace(comm::all_gather_into(messages_, kept_, unit->neighbours_->group));
@@ -95,6 +98,7 @@ void ShardUnit::Gathered::allocate() {
   const auto unit = unit_.lock();
   int64_t bytes = 0;
   for (const Layout& layout : unit->layouts_) bytes = std::max(bytes, layout.offset + layout.bytes);
+  const comm::MemoryInFlight in_flight;
   if (buffer_.defined()) {
     c10::StorageImpl& storage = *buffer_.storage().unsafeGetStorageImpl();
     set_memory(storage, storage.allocator()->allocate(bytes));

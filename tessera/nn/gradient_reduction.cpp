@@ -1,4 +1,5 @@
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/observer.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
@@ -89,6 +90,7 @@ struct GradientReduction::Backward {
     }
     const auto& [mesh, dims, average, dtype, device] = bucket.reduction;
     // A copy, also of a single one: autograd may have given several parameters the same memory.
+    const comm::MemoryInFlight in_flight;
     at::Tensor flat = at::cat(gradients);
     auto pending = comm::all_reduce(flat, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM,
                                     mesh.get_group(std::vector<MeshDim>(dims.begin(), dims.end())));

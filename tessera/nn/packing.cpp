@@ -48,6 +48,7 @@ at::Tensor Packing::shard(const at::Tensor& message, size_t item, int64_t rank) 
 }
 
 void Packing::pack(const at::Tensor& messages, size_t item, const at::Tensor& tensor) const {
+  if (tensor.is_meta()) return;
   const Item& it = items_[item];
   const bool as_bytes =
       tensor.scalar_type() == it.dtype && tensor.is_cpu() && !tensor.is_conj() && !tensor.is_neg();
@@ -70,6 +71,7 @@ void Packing::pack(const at::Tensor& messages, size_t item, const at::Tensor& te
 }
 
 void Packing::unpack(const at::Tensor& messages, size_t item, const at::Tensor& tensor) const {
+  if (tensor.is_meta()) return;
   const Item& it = items_[item];
   const auto* from = tensor.is_cpu() ? static_cast<const std::byte*>(messages.const_data_ptr()) : nullptr;
   auto* to = tensor.is_cpu() ? static_cast<std::byte*>(tensor.mutable_data_ptr()) : nullptr;

@@ -1,5 +1,6 @@
 // How the gradients of a unit are reduced: all of them in one reduce-scatter, for each dtype that they have.
 
+#include <tessera/comm/observer.h>
 #include <tessera/dispatch/dtensor_impl.h>
 #include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
@@ -150,6 +151,7 @@ void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, v
   const int64_t rank = dims_.mesh.get_local_rank(MeshDim(dims_.shard));
   const auto options = parts[0].local.options().dtype(at::kByte);
   const auto under_way = std::make_shared<UnderWay>();
+  const comm::MemoryInFlight in_flight;
   under_way->input = at::empty({packing.ranks() * packing.bytes()}, options);
   for (const size_t i : c10::irange(parts.size())) {
     packing.pack(under_way->input, i, parts[i].local);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -45,8 +46,29 @@ struct AttentionCall {
   bool has_mask() const { return mask && mask->defined(); }
 };
 
+/// A tensor of that geometry on the CPU, which has no values: for what looks at nothing else.
+at::Tensor stand_in_on_cpu(const at::Tensor& tensor) {
+  static char nothing = 0;
+  return at::from_blob(&nothing, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+}
+
+/// On meta libtorch composes attention of products of matrices. A dry run is about what would be computed with values, on the
+/// CPU.
+bool would_be_flash(const AttentionCall& call) {
+  if (!call.query.is_meta() || (call.has_mask() && call.mask->scalar_type() == at::kBool)) return false;
+  const DTensorImpl* impl = DTensorImpl::of(call.query);
+  if (!impl || !impl->spec().mesh().world()->is_dry_run()) return false;
+  const auto mask = call.has_mask() ? std::optional(stand_in_on_cpu(*call.mask)) : std::nullopt;
+  return at::_fused_sdp_choice(stand_in_on_cpu(call.query), stand_in_on_cpu(call.key),
+                               stand_in_on_cpu(call.value), mask, call.dropout_p, call.is_causal, call.scale,
+                               call.enable_gqa) == static_cast<int64_t>(at::SDPBackend::flash_attention);
+}
+
 /// As libtorch composes it, on the placements that the tensors have.
 at::Tensor composed(const AttentionCall& call) {
+  if (would_be_flash(call))
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
+        call.query, call.key, call.value, call.dropout_p, call.is_causal, call.mask, call.scale));
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::scaled_dot_product_attention", "");
   torch::jit::Stack stack;

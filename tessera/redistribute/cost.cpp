@@ -63,4 +63,14 @@ double transition_cost(const Placement& from, const Placement& to, int64_t ranks
   return to.is_shard_like() ? collective(others / n) : collective(others);
 }
 
+double collective_cost(std::string_view name, int64_t bytes, int64_t ranks, const LinkCost& link) {
+  if (ranks == 1) return 0;
+  const auto n = static_cast<double>(ranks);
+  const double others = (n - 1) / n * static_cast<double>(bytes);
+  double received = static_cast<double>(bytes);
+  if (name == "all_reduce") received = 2 * others;
+  if (name == "all_gather" || name == "reduce_scatter") received = others;
+  return link.latency + link.per_byte * received;
+}
+
 }  // namespace tessera

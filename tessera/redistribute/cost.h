@@ -46,4 +46,8 @@ TESSERA_API LinkCost joint(c10::ArrayRef<LinkCost> links, c10::IntArrayRef mesh_
 TESSERA_API double transition_cost(const Placement& from, const Placement& to, int64_t ranks, double bytes,
                                    const LinkCost& link);
 
+/// What a collective costs among `ranks` ranks, by its name and its bytes as observers hear them (comm/observer.h): seconds.
+///   all_reduce: latency + 2 (n-1)/n bytes        all_gather, reduce_scatter: latency + (n-1)/n bytes
+TESSERA_API double collective_cost(std::string_view name, int64_t bytes, int64_t ranks, const LinkCost& link);
+
 }  // namespace tessera

@@ -359,6 +359,11 @@ at::Tensor run(const Plan& plan, size_t begin, size_t end, at::Tensor local, boo
   return local;
 }
 
+// What has no values need not be sent, unless somebody wants to see what would be.
+bool communicates(const Plan& plan, const at::Tensor& local) {
+  return !local.is_meta() || plan.from.mesh().world()->is_dry_run();
+}
+
 // The values as they lie in memory, and nothing else.
 at::Tensor plain(const at::Tensor& local) {
   return (local.requires_grad() ? local.detach() : local).resolve_conj().resolve_neg();
@@ -385,7 +390,7 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
   if (plan.steps.empty()) return local;
   TESSERA_LOG(debug, "redistribute", plan);
   const Span span(SpanKind::redistribute, "redistribute", &plan);
-  if (local.is_meta()) return new_memory(plan.to, local.options());
+  if (!communicates(plan, local)) return new_memory(plan.to, local.options());
   const at::NoGradGuard no_grad;
   return laid_out(run(plan, 0, plan.steps.size(), plain(local), false), plan.to);
 }
@@ -393,7 +398,7 @@ at::Tensor execute(const Plan& plan, const at::Tensor& local) {
 PendingTensor execute_async(const Plan& plan, const at::Tensor& local) {
   size_t last = plan.steps.size();
   while (last > 0 && !plan.steps[last - 1].communicates()) --last;
-  if (last == 0 || !plan.from.mesh().is_member() || local.is_meta()) {
+  if (last == 0 || !plan.from.mesh().is_member() || !communicates(plan, local)) {
     return PendingTensor({}, [result = execute(plan, local)] { return result; });
   }
   check_local(local, plan.from, "redistribute");

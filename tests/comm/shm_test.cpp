@@ -286,6 +286,78 @@ TEST(Shm, AKilledRankIsNamedByAllOthers) {
   for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
 }
 
+// --- What each rank says of the others when nothing goes on any more ---------------------------------------
+
+/// Rank 1 leaves out the second of three all-reduces, over a group of its own with rank 0, and waits for all where the others still do
+/// not come.
+RANK_BODY(shm_skips) {
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto world = current_world();
+          const auto all = world->group();
+          comm::barrier(all).wait();
+          if (get_rank() < 2) {
+            const auto pair = world->group({0, 1}, at::kCPU);
+            for (int i = 0; i < 3; ++i) {
+              if (get_rank() != 1 || i != 1) comm::all_reduce(at::ones({8}), ReduceOp::SUM, pair).wait();
+            }
+          }
+          comm::barrier(all).wait();
+        },
+        on_shm(std::chrono::seconds(3)));
+  });
+  // Who is where, and at which call: rank 0 in one more than rank 1 ever makes.
+  EXPECT_THAT(error, AllOf(HasSubstr("gave up after 3000 ms"),
+                           HasSubstr("rank 0 is in all_reduce(Float[8]), call 3 of group [0, 1]"),
+                           HasSubstr("rank 1 is in barrier(), call 2 of group")));
+}
+
+TEST(Shm, ARankThatSkipsACollectiveIsFoundByItsRecord) { expect_ok(spawn_ranks("shm_skips", 3)); }
+
+/// Rank 1 calls another collective instead.
+RANK_BODY(shm_differs) {
+  launch(
+      1,
+      [] {
+        const auto group = current_world()->group();
+        comm::all_reduce(at::ones({8}), ReduceOp::SUM, group).wait();
+        const std::string error = error_of([&] {
+          if (get_rank() != 1) comm::all_reduce(at::ones({4}), ReduceOp::SUM, group).wait();
+          comm::all_gather_into(at::empty({6}), at::ones({2}), group).wait();
+        });
+        EXPECT_THAT(error, AllOf(HasSubstr("rank 0 called all_reduce(sum, Float[4])"),
+                                 HasSubstr("rank 1 called all_gather(")));
+      },
+      on_shm());
+}
+
+TEST(Shm, ARankThatGoesOnToTheNextCollectiveIsShownWithBothCalls) {
+  expect_ok(spawn_ranks("shm_differs", 3));
+}
+
+RANK_BODY(shm_sleeps) {
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::all_reduce(at::ones({8}), ReduceOp::SUM, group).wait();
+          if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(8));
+          comm::barrier(group).wait();
+        },
+        on_shm(std::chrono::seconds(3)));
+  });
+  EXPECT_THAT(
+      error,
+      AllOf(HasSubstr("gave up after 3000 ms"),
+            HasSubstr("rank 1 is in no collective; its last one, all_reduce(Float[8]), call 1 of group"),
+            HasSubstr("in barrier(), call 2 of group")));
+}
+
+TEST(Shm, ARankThatSleepsIsNamedWithItsLastCollective) { expect_ok(spawn_ranks("shm_sleeps", 3)); }
+
 /// The files that this process maps and has open which other processes could see.
 int64_t shared_memory() {
   int64_t count = 0;

@@ -51,6 +51,29 @@ TEST(CommDebugMode, CountsEachCollectiveOnce) {
   }
 }
 
+/// Also where a mesh dim of one rank makes several dims the same group.
+TEST(CommDebugMode, KnowsTheMeshDim) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 1, 2}, {"dp", "pp", "tp"});
+    const DTensor x = distribute_tensor(at::ones({8, 8}), mesh, {Shard(0), Replicate(), Shard(1)});
+    CommDebugMode counts;
+    x.redistribute({Shard(0), Replicate(), Replicate()});
+    x.redistribute({Replicate(), Replicate(), Shard(1)});
+    comm::barrier(mesh.get_joint_group()).wait();
+    comm::all_reduce(at::ones({2}), c10d::ReduceOp::SUM, mesh.get_group({"dp", "tp"})).wait();
+    const std::map<std::string, std::map<std::string, CommDebugMode::Count>> expected{
+        {"all_gather", {{"dp", {1, 128}}, {"tp", {1, 128}}}},
+        {"barrier", {{"dp_tp", {1, 0}}}},
+        {"all_reduce", {{"dp_tp", {1, 8}}}}};
+    EXPECT_EQ(counts.counts_by_mesh_dim(), expected);
+    counts.reset();
+    EXPECT_TRUE(counts.counts_by_mesh_dim().empty());
+    // A group of no mesh has none.
+    comm::barrier(current_world()->group({3, 2, 1, 0}, at::kCPU)).wait();
+    EXPECT_EQ(counts.counts_by_mesh_dim().at("barrier").at("").calls, 1);
+  });
+}
+
 TEST(CommDebugMode, SeesWhatOperatorsDo) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});

@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 
 #include "tools/tessera/doctor.h"
+#include "tools/tessera/plan.h"
 
 namespace {
 
@@ -71,6 +72,11 @@ int main(int argc, char** argv) {
                             "text, coloured, svg or html; by default what fits the output");
   visualize_app->add_option("-o,--output", picture.output, "The file; by default the terminal");
 
+  CLI::App* plan_app = app.add_subcommand(
+      "plan",
+      "What a step of training a GPT, or a table of parameters, costs each rank of a mesh of up to 100,000.");
+  const PlanCommand plan(*plan_app);
+
   DoctorOptions doctor_options;
   CLI::App* doctor_app = app.add_subcommand(
       "doctor",
@@ -85,6 +91,8 @@ int main(int argc, char** argv) {
       explain_command(call, mesh);
     } else if (*visualize_app) {
       visualize_command(picture);
+    } else if (*plan_app) {
+      plan.run(std::cout);
     } else {
       return doctor(doctor_options, std::cout) == 0 ? 0 : 1;
     }

@@ -117,7 +117,8 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     starts from zero. Modes may be nested: each counts all.
 
     ``comm_records`` has more of each collective of distributed tensors, in their order: its ``bytes`` (what this rank gave or got,
-    whichever was more), the ranks of its ``group``, the ``operator`` that called it of its own accord ("" if the program asked for it, as
+    whichever was more), the ranks of its ``group``, the ``mesh_dim`` that these are along ("dp_tp" for several; "" for groups of no mesh, or of
+    one without names), the ``operator`` that called it of its own accord ("" if the program asked for it, as
     by ``redistribute``), the ``module``, and whether it was in ``backward``.
     """
 
@@ -167,16 +168,17 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
-    def get_total_bytes(self, *, implicit: bool | None = None) -> int:
+    def get_total_bytes(self, *, implicit: bool | None = None, mesh_dim: str | None = None) -> int:
         """What this rank gave or got in all collectives of distributed tensors. ``implicit``: only in those that operators called of their
-        own accord, or only in others."""
+        own accord, or only in others. ``mesh_dim``: only along this one."""
         return sum(
             each["bytes"]
             for each in self.comm_records
-            if implicit is None or bool(each["operator"]) == implicit
+            if (implicit is None or bool(each["operator"]) == implicit)
+            and (mesh_dim is None or each["mesh_dim"] == mesh_dim)
         )
 
-    def _called(self, name: str, size: int, operator: str, ranks: list[int]) -> None:
+    def _called(self, name: str, size: int, operator: str, ranks: list[int], mesh_dim: str) -> None:
         if name not in self._ours:  # a barrier moves no data
             return
         self._count(self._ours[name])
@@ -186,6 +188,7 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "collective": name,
                 "bytes": size,
                 "group": tuple(ranks),
+                "mesh_dim": mesh_dim,
                 "operator": operator
                 if "::" in operator
                 else "",  # else a function of the API, as redistribute

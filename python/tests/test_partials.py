@@ -21,6 +21,7 @@ QR = torch.geqrf(values(4, 4, seed=7))
 
 # A function, the reductions that stay, how many of its first arguments are partial.
 CASES = {
+    "complex": (lambda x, y: torch.complex(x, y[0, 0]), LINEAR, 2),
     "index_select": (lambda x: x.index_select(0, INDEX), ALL, 1),
     "gather": (lambda x: x.gather(1, torch.tensor([[3], [0], [1], [2]])), ALL, 1),
     "index_copy": (lambda x, y: x.index_copy(0, INDEX, y[:2]), ALL, 2),
@@ -132,3 +133,17 @@ def test_what_cannot_stay_partial_is_replicated():
     assert result.placements == (Shard(0),) and mode.get_total_counts() == 1
     assert mode.get_comm_counts()[torch.ops.c10d_functional.reduce_scatter_tensor] == 1
     assert_full(result, full * values(8, 4, seed=9) + values(8, 4, seed=9), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+@on_ranks()
+def test_extremes_of_integers_stay_partial(dtype):
+    mesh = init_device_mesh("cpu", (4,))
+    local = torch.tensor([[3, 1], [2, 5]], dtype=dtype) + tessera.get_rank()
+    for op, whole in (("max", torch.tensor([[6, 4], [5, 8]])), ("min", torch.tensor([[3, 1], [2, 5]]))):
+        x = DTensor.from_local(local, mesh, [Partial(op)])
+        for function in (getattr(torch, op), getattr(torch, f"a{op}")):
+            with CommDebugMode() as mode:
+                result = function(x)
+            assert mode.get_total_counts() == 0 and result.placements == (Partial(op),)
+            assert_full(result, function(whole.to(dtype)))

@@ -64,6 +64,10 @@ PARTLY: dict[str, tuple[str, Callable[["Call", Placements], bool]]] = {
         "NaN is above all boundaries: the smallest of NaN and 5 is NaN, but the smallest bucket is that of 5",
         lambda call, placements: placements[0] == Partial("min"),
     ),
+    "aten::complex": (
+        "complex numbers have no order",
+        lambda call, placements: any(each in (Partial("max"), Partial("min")) for each in placements),
+    ),
     "aten::channel_shuffle": (
         "a group of channels of which two ranks have a part does not stay where it is",
         lambda call, placements: placements[0] == Shard(1) and call.args[1] % RANKS != 0,

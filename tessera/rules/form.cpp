@@ -174,7 +174,7 @@ std::optional<Strategies> strategies_of(const Reduction& form, const OpCall& cal
                 .contracted = form.partial.empty() ? std::nullopt : std::optional(form.partial[0])};
   const bool converts = converts_partial_values(call);
   if (form.linear && converts) einsum.linear = linear_tensors(call, {{call.name_of(0)}});
-  if (converts) einsum.kept = form.keeps;
+  if (converts || !call.position("dtype")) einsum.kept = form.keeps;
   Strategies strategies{strategies_of(einsum), std::vector<Result>(results, Result{reduced->shape})};
   for (Strategy& option : strategies.options) {
     const bool contracts = option.inputs[0].is_shard() && option.outputs[0].is_partial();

@@ -17,7 +17,9 @@ def _by_dim(text: str) -> dict[str, float]:
         try:
             result[name] = float(value)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is no value of a mesh dim; expected as in dp=25e9") from None
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no value of a mesh dim; expected as in dp=25e9"
+            ) from None
     return result
 
 
@@ -72,10 +74,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tessera", description=__doc__)
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="what a step of training costs each rank, by a dry run")
-    plan.add_argument("--config", required=True, help="config.json of a model of transformers, or its directory")
+    plan.add_argument(
+        "--config", required=True, help="config.json of a model of transformers, or its directory"
+    )
     plan.add_argument("--mesh", default="dp=8", help="as dp=64,tp=8")
     plan.add_argument("--parallel", default="", choices=("", *PARALLEL))
-    plan.add_argument("--sweep", action="store_true", help="all meshes of that many ranks and all ways, by time")
+    plan.add_argument(
+        "--sweep", action="store_true", help="all meshes of that many ranks and all ways, by time"
+    )
     plan.add_argument("--batch", type=int, default=0, help="rows in a step, on all ranks together")
     plan.add_argument("--sequence", type=int, default=1024, help="tokens in each")
     plan.add_argument("--dtype", type=_dtype, default=torch.float32, help="float32, bfloat16, ...")
@@ -97,7 +103,9 @@ def main() -> int:
             _sweep(arguments, options, ranks)
         else:
             cost = plan_model(arguments.config, arguments.mesh, parallel=arguments.parallel, **options)
-            print(f"{cost}  compute in a step: {cost.flops / 1e12:.3g} Tflop, {cost.flops / arguments.flops:.4f} s")
+            print(
+                f"{cost}  compute in a step: {cost.flops / 1e12:.3g} Tflop, {cost.flops / arguments.flops:.4f} s"
+            )
     except ValueError as error:
         print(f"tessera: {error}", file=sys.stderr)
         return 1

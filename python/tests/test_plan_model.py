@@ -63,7 +63,9 @@ def measured(make_on_mesh, sizes):
         for each in mode.comm_records:
             counts[each["collective"], each["mesh_dim"], "calls"] += 1
             counts[each["collective"], each["mesh_dim"], "bytes"] += each["bytes"]
-        local = [each.to_local() if isinstance(each, tessera.DTensor) else each for each in model.parameters()]
+        local = [
+            each.to_local() if isinstance(each, tessera.DTensor) else each for each in model.parameters()
+        ]
         return dict(counts), sum(each.nbytes for each in local)
 
     return tessera.run(sizes[0] * sizes[1], main, timeout=120)
@@ -80,7 +82,14 @@ def planned(cost):
 
 @pytest.mark.parametrize(
     ("parallel", "sizes"),
-    [("dp", (4, 1)), ("tp", (1, 4)), ("tp+dp", (2, 2)), ("fsdp", (4, 1)), ("fsdp", (3, 1)), ("fsdp+tp", (2, 2))],
+    [
+        ("dp", (4, 1)),
+        ("tp", (1, 4)),
+        ("tp+dp", (2, 2)),
+        ("fsdp", (4, 1)),
+        ("fsdp", (3, 1)),
+        ("fsdp+tp", (2, 2)),
+    ],
 )
 def test_a_model_of_ones_own(parallel, sizes):
     mesh = f"dp={sizes[0]},tp={sizes[1]}"
@@ -129,7 +138,9 @@ def test_a_config_of_transformers(config, parallel, sizes):
     import transformers
 
     def on_mesh(mesh):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config.parent))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(config.parent)
+        )
         tokens = torch.ones(4 // sizes[0], SEQUENCE, dtype=torch.long)
         if "tp" in parallel:
             parallelize_module(model, mesh["tp"], plan="auto", src_data_rank=None)

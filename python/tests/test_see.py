@@ -174,4 +174,7 @@ def test_comm_debug_mode_has_bytes_operators_and_groups():
     assert mode.get_total_bytes() == asked["bytes"] + own["bytes"]
     assert mode.get_total_bytes(implicit=False) == 64
     assert asked["mesh_dim"] == own["mesh_dim"] == "tp"
-    assert mode.get_total_bytes(mesh_dim="tp") == mode.get_total_bytes() and mode.get_total_bytes(mesh_dim="dp") == 0
+    assert (
+        mode.get_total_bytes(mesh_dim="tp") == mode.get_total_bytes()
+        and mode.get_total_bytes(mesh_dim="dp") == 0
+    )

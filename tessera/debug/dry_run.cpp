@@ -63,6 +63,13 @@ class MemoryAccount : public std::enable_shared_from_this<MemoryAccount> {
     begin_ = events_.size();
   }
 
+  void rename(MemoryUse from, MemoryUse to) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [bytes, use] : blocks_) {
+      if (use == from) use = to;
+    }
+  }
+
   /// Since then.
   MemoryOfRank most() const {
     const std::lock_guard lock(mutex_);
@@ -288,7 +295,7 @@ void sort_out(MemoryAccount& account, const std::vector<at::Tensor>& parameters)
     if (block) account.set_use(*block, use);
   };
   for (const at::Tensor& parameter : parameters) {
-    TESSERA_CHECK_VALUE(parameter.is_meta(), "A dry run has no values, but a parameter of shape ",
+    TESSERA_CHECK_VALUE(parameter.is_meta(), "A dry run has no values, but a parameter or buffer of shape ",
                         parameter.sizes(), " is on ", parameter.device(),
                         ". Make the model on meta (OnMeta, torch.device(\"meta\")).");
     set(parameter, MemoryUse::parameters);
@@ -299,6 +306,8 @@ void sort_out(MemoryAccount& account, const std::vector<at::Tensor>& parameters)
 }  // namespace
 
 void DryRun::begin_step(const std::vector<at::Tensor>& parameters) {
+  // Batches, say, that were made with the model.
+  recorder_->account().rename(MemoryUse::parameters, MemoryUse::activations);
   sort_out(recorder_->account(), parameters);
   set_use(MemoryUse::activations);
   recorder_->begin();

@@ -94,7 +94,7 @@ class TESSERA_API DryRun {
   /// and what is in flight are known for what they are.
   void set_use(MemoryUse use);
 
-  /// Counts from here on. `parameters`: of the model.
+  /// Counts from here on. `parameters`: of the model, and its buffers.
   void begin_step(const std::vector<at::Tensor>& parameters);
   StepCost end_step(const std::vector<at::Tensor>& parameters);
 
@@ -105,10 +105,10 @@ class TESSERA_API DryRun {
 
 /// A model that is distributed on a mesh, and how one step of training is made.
 struct TrainingStep {
-  std::vector<at::Tensor> parameters;
-  std::function<at::Tensor()> loss;   ///< forward
-  std::function<void()> update = {};  ///< the optimizer's step
-  std::shared_ptr<void> model = {};   ///< kept as long as it is needed
+  std::vector<at::Tensor> parameters;  ///< and buffers
+  std::function<at::Tensor()> loss;    ///< forward
+  std::function<void()> update = {};   ///< the optimizer's step
+  std::shared_ptr<void> model = {};    ///< kept as long as it is needed
 };
 
 /// What a step of training costs one rank of a mesh, by a dry run: `make` makes the model on meta and distributes it on the

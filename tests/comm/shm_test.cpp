@@ -304,6 +304,8 @@ RANK_BODY(shm_skips) {
               if (get_rank() != 1 || i != 1) comm::all_reduce(at::ones({8}), ReduceOp::SUM, pair).wait();
             }
           }
+          // Later than rank 0, who gives up first.
+          if (get_rank() > 0) std::this_thread::sleep_for(std::chrono::seconds(1));
           comm::barrier(all).wait();
         },
         on_shm(std::chrono::seconds(3)));

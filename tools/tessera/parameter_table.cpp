@@ -58,7 +58,8 @@ TableRow row_of(const std::string& line, const std::string& where) {
 std::vector<TableRow> rows_of_json(const std::string& text, const std::string& path) {
   std::vector<TableRow> rows;
   try {
-    for (const auto& [name, value] : nlohmann::ordered_json::parse(text).items()) {
+    const auto table = nlohmann::ordered_json::parse(text);
+    for (const auto& [name, value] : table.items()) {
       if (name == "__metadata__") continue;
       const std::string where = path + ": " + name;
       rows.push_back({name, dtype_named(value.at("dtype").get<std::string>(), where),

@@ -23,8 +23,9 @@ Make = Callable[[_C.DeviceMesh], tuple[nn.Module, Callable[[], torch.Tensor]]]
 PARALLEL = ("dp", "tp", "tp+dp", "fsdp", "fsdp+tp")
 
 
-class _Attention(TorchFunctionMode):
-    """On meta torch composes attention of products of matrices; a dry run is about what would be computed with values."""
+class _AsWithValues(TorchFunctionMode):
+    """What would be computed with values. On meta torch composes attention of products of matrices; and conditions on values, by which
+    models ask whether a batch is as usual (nothing is padded or packed), are taken to hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,6 +33,8 @@ class _Attention(TorchFunctionMode):
             result = self._flash(*args, **kwargs)
             if result is not None:
                 return result
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
         return func(*args, **kwargs)
 
     @staticmethod
@@ -111,7 +114,9 @@ def _config(source: Any) -> Any:
         with open(path) as file:
             values = json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"plan_model: cannot read a config of transformers from {path!r}: {error}") from error
+        raise ValueError(
+            f"plan_model: cannot read a config of transformers from {path!r}: {error}"
+        ) from error
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"plan_model: {path!r} is no config of transformers: it names no model_type.")
     return AutoConfig.for_model(**values)
@@ -174,13 +179,13 @@ def plan_model(
     ``rank``: whose costs are counted.
     ``bandwidth``, ``latency``: of each mesh dim, in bytes in a second and in seconds; by default 10 GB/s and 10 us.
     """
-    names, shape = _C.parse_mesh(mesh)
+    names = _C.parse_mesh(mesh)[0]
     make: Make
     if callable(model) and not isinstance(model, type):
         make = model
     else:
         sizes = _sizes(mesh)
-        mesh, names, shape = f"dp={sizes['dp']},tp={sizes['tp']}", ["dp", "tp"], [sizes["dp"], sizes["tp"]]
+        mesh, names = f"dp={sizes['dp']},tp={sizes['tp']}", ["dp", "tp"]
         usual = "fsdp" if sizes["tp"] == 1 else "tp" if sizes["dp"] == 1 else "fsdp+tp"
         parallel = parallel or usual
         if parallel not in PARALLEL:
@@ -194,18 +199,22 @@ def plan_model(
     for values, what in ((bandwidth, "bandwidth"), (latency, "latency")):
         unknown = set(values or ()) - set(names)
         if unknown:
-            raise ValueError(f"plan_model: {what} is given for {sorted(unknown)}, but {mesh} has no such dims.")
+            raise ValueError(
+                f"plan_model: {what} is given for {sorted(unknown)}, but {mesh} has no such dims."
+            )
     for name in names:
         per_second = (bandwidth or {}).get(name, 1e10)
         if per_second <= 0:
-            raise ValueError(f"plan_model: the bandwidth of {name} is {per_second}; expected bytes in a second.")
+            raise ValueError(
+                f"plan_model: the bandwidth of {name} is {per_second}; expected bytes in a second."
+            )
         links.append(((latency or {}).get(name, 1e-5), 1 / per_second))
     with contextlib.ExitStack() as stack:
         run = _C.DryRunScope(mesh, rank, links)
         stack.callback(run.exit)
         made, loss = make(run.enter())
         update = optimizer(made.parameters()) if optimizer is not None else None
-        stack.enter_context(_Attention())
+        stack.enter_context(_AsWithValues())
 
         def step() -> None:
             run.set_use("activations")
@@ -217,7 +226,8 @@ def plan_model(
                 update.step()
 
         step()  # makes the optimizer's states
-        run.begin_step(list(made.parameters()))
+        tensors = [*made.parameters(), *made.buffers()]
+        run.begin_step(tensors)
         with _Flops() as flops:
             step()
-        return run.end_step(list(made.parameters()), flops.total)
+        return run.end_step(tensors, flops.total)

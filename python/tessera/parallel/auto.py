@@ -342,7 +342,7 @@ def check_plain_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     def watch(name: str, parameter: nn.Parameter) -> None:
         def once(each: torch.Tensor) -> None:
             handle.remove()
-            if each.grad is not None:
+            if each.grad is not None and not each.grad.is_meta:
                 compare(name, each.grad)
 
         handle = parameter.register_post_accumulate_grad_hook(once)  # type: ignore[no-untyped-call]
@@ -351,7 +351,8 @@ def check_plain_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         if torch.is_grad_enabled():
             first.remove()
             for name, parameter in each.named_parameters():
-                if parameter.requires_grad and not _C.is_dtensor(parameter):
+                # Those of units of fully_shard are gathered now, and none.
+                if parameter.requires_grad and parameter.is_leaf and not _C.is_dtensor(parameter):
                     watch(name, parameter)
 
     first = model.register_forward_pre_hook(before_forward)

@@ -49,11 +49,6 @@ at::Tensor text_of(int64_t step, int64_t batch = 8) {
   return text;
 }
 
-at::Tensor loss_of(gpt::GPT& model, const at::Tensor& text) {
-  return torch::nn::functional::cross_entropy(model->forward(text.slice(1, 0, kConfig.context)).flatten(0, 1),
-                                              text.slice(1, 1).flatten());
-}
-
 /// Each block is a unit, and the rest.
 void shard_gpt(gpt::GPT& model, const DeviceMesh& mesh, const FullyShardOptions& options = {}) {
   for (const auto& block : *model->blocks) fully_shard(*block, mesh, options);

@@ -132,7 +132,7 @@ def _of_config(config: Any, parallel: str, batch: int, sequence: int, dtype: tor
         if batch % dp:
             raise ValueError(f"plan_model: a batch of {batch} cannot be dealt to dp={dp} ranks.")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
             tokens = torch.empty(batch // dp, sequence, dtype=torch.long)
         if tp > 1:
             parallelize_module(model, mesh["tp"], plan="auto", src_data_rank=None)

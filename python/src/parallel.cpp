@@ -152,7 +152,7 @@ void bind_shard_units(py::module_& module) {
   py::class_<ShardUnit, std::shared_ptr<ShardUnit>>(module, "ShardUnit")
       .def(py::init(&make_unit), py::arg("names"), py::arg("parameters"), py::arg("mesh"),
            py::arg("reshard_after_forward"), py::arg("post_forward_ranks"), py::arg("param_dtype"),
-           py::arg("reduce_dtype"))
+           py::arg("reduce_dtype"), Release())
       .def_static(
           "has", [](const at::Tensor& parameter) { return ShardUnit::of(parameter).first != nullptr; },
           py::arg("parameter"))

@@ -166,6 +166,33 @@ def test_a_module_that_raises_leaves_no_trace():
     assert not module[0]._forward_hooks and not module._forward_hooks
 
 
+def test_entered_inside_of_itself_it_leaves_no_hooks():
+    def main():
+        mode = CommDebugMode()
+        with mode, mode:
+            torch.nn.Linear(2, 2)(values(2, 2))
+        return mode.get_total_counts()
+
+    assert tessera.run(1, main) == [0]
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_an_error_of_a_module_stays_what_it_is():
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    def main():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), Failing())
+        for _ in range(2):
+            with CommDebugMode(), pytest.raises(KeyError, match="mine"):
+                model(values(2, 2))
+        assert not model._forward_hooks and not model[1]._forward_hooks
+
+    tessera.run(1, main)
+
+
 def test_visualize_sharding(capsys):
     def main():
         mesh = init_device_mesh("cpu", (4,))

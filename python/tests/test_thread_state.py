@@ -351,7 +351,10 @@ OWN = {
         lambda: torch.set_flush_denormal(True),
         lambda: (torch.tensor([1e-310], dtype=torch.float64) * 1).item(),
     ),
-    "view replay": (lambda: torch._C._set_view_replay_enabled(True), torch._C._is_view_replay_enabled),
+    "view replay": (
+        lambda: torch._C._set_view_replay_enabled(not torch._C._is_view_replay_enabled()),
+        torch._C._is_view_replay_enabled,
+    ),
 }
 
 

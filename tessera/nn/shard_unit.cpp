@@ -232,13 +232,17 @@ void ShardUnit::start() {
 
 ShardUnit::Neighbours ShardUnit::neighbours() const {
   const int64_t count = *options_.post_forward_ranks;
-  const auto world = current_world();
-  const MeshDim dim(dims_.shard);
-  const int64_t rank = dims_.mesh.get_local_rank(dim);
-  const auto ranks = world->ranks_of(dims_.mesh.get_group(dim)).value();
-  const auto first = ranks.begin() + rank / count * count;
-  return {world->group(std::vector<int64_t>(first, first + count), dims_.mesh.device_type()), count,
-          rank % count};
+  const DeviceMesh& mesh = dims_.mesh;
+  const int64_t rank = mesh.get_local_rank(MeshDim(dims_.shard));
+  std::vector<int64_t> ranks;
+  for (const int64_t i : c10::irange(count)) {
+    std::vector<int64_t> coordinate = mesh.get_coordinate()->vec();
+    coordinate[dims_.shard] = rank / count * count + i;
+    int64_t index = 0;
+    for (const int64_t dim : c10::irange(mesh.ndim())) index = index * mesh.shape()[dim] + coordinate[dim];
+    ranks.push_back(mesh.ranks()[index]);
+  }
+  return {mesh.world()->group(ranks, mesh.device_type()), count, rank % count};
 }
 
 void ShardUnit::unshard() {

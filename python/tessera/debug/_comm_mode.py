@@ -145,9 +145,11 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self._observer.exit()
-        self.advanced_module_tracker.__exit__()
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        try:
+            self._observer.exit()
+        finally:
+            self.advanced_module_tracker.__exit__()
+            super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def get_total_counts(self) -> int:
         """How many collectives there were."""

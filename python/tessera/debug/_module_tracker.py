@@ -24,6 +24,7 @@ class ModuleTracker:
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._entered = 0  # how often; inside of itself, it starts anew
         self._clear()
 
     def _clear(self) -> None:
@@ -35,7 +36,9 @@ class ModuleTracker:
         self.sharding_dict: dict[str, tuple[_C.Placement, ...]] = {}
         self.module_parents_dict: dict[str, set[str]] = {GLOBAL: set()}
         self.parent_dict: dict[str, list[str]] = {}  # the modules that each module called
-        self._running: list[tuple[str, bool]] = []  # what `name` and `activation_checkpointing` were before
+        # What `name` and `activation_checkpointing` were before, and the hook that waits for the end.
+        self._running: list[tuple[str, bool, Any]] = []
+        self._ended: list[Any] = []  # hooks that have been called: torch reads its list of them meanwhile
         self._backward = -1  # the backward pass whose end will be noticed
 
     @property
@@ -44,7 +47,9 @@ class ModuleTracker:
         return torch._C._current_graph_task_id() != -1
 
     def __enter__(self) -> "ModuleTracker":
+        self._remove_hooks()
         self._clear()
+        self._entered += 1
         self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(self._begin),
@@ -53,9 +58,16 @@ class ModuleTracker:
         return self
 
     def __exit__(self, *args: object) -> None:
-        for handle in self._handles:
+        self._entered -= 1
+        if self._entered == 0:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for handle in (*self._handles, *self._ended, *(handle for _, _, handle in self._running)):
             handle.remove()
         self._handles.clear()
+        self._ended.clear()
+        self._running.clear()
 
     def _is_elsewhere(self) -> bool:
         """Whether the hook, which torch keeps for the whole process, was called on the thread of another rank."""
@@ -71,13 +83,15 @@ class ModuleTracker:
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
         if self._is_elsewhere():
             return
+        for ended in self._ended:
+            ended.remove()
+        self._ended.clear()
         name = self._name_of(module)
         caller = self.name
-        self._running.append((caller, self.activation_checkpointing))
-        self.name, self.activation_checkpointing = name, self.is_bw
         # Hooks of the module itself, such as those of a ParallelStyle, belong to it: this one comes after them.
         handle = module.register_forward_hook(self._end, always_call=True)
-        self._handles.append(handle)
+        self._running.append((caller, self.activation_checkpointing, handle))
+        self.name, self.activation_checkpointing = name, self.is_bw
         if self.activation_checkpointing:
             return
         self.parents.add(name)
@@ -105,12 +119,10 @@ class ModuleTracker:
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._is_elsewhere() or not self._running:
             return
-        handle = next(each for each in reversed(self._handles) if each.id in module._forward_hooks)
-        handle.remove()
-        self._handles.remove(handle)
         if not self.activation_checkpointing:
             self.parents.discard(self.name)
-        self.name, self.activation_checkpointing = self._running.pop()
+        self.name, self.activation_checkpointing, handle = self._running.pop()
+        self._ended.append(handle)
 
     def _when_gradients(self, values: Any, function: Callable[[], None], mode: str) -> None:
         """Calls the function when the gradients of all of the tensors among `values`, or of any, are there."""

@@ -13,6 +13,7 @@ from tessera.parallel import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tessera import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from tessera.debug import CommDebugMode
@@ -114,6 +115,52 @@ def test_style(method):
             torch.testing.assert_close(each.grad.full_tensor(), other.grad)
         with pytest.raises(TypeError, match="expected a tensor"):
             model(3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks()
+def test_computed_again_in_the_way_of_its_forward(method, reentrant):
+    mesh = init_device_mesh("cpu", (4,))
+    plain = [values(2, 4, 17, 8, seed=i) for i in range(4)]
+    leaves = [each.clone().requires_grad_() for each in plain[:3]]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    expected.backward(plain[3])
+
+    def attend(*tensors):
+        return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+    q, k, v, gradient = (distribute_tensor(to_zigzag(each, 2, 4), mesh, [Shard(2)]) for each in plain)
+    for each in (q, k, v):
+        each.requires_grad_()
+    with context_parallel(method, zigzag=True):
+        actual = checkpoint(attend, q, k, v, use_reentrant=reentrant)
+    actual.backward(gradient)  # outside of the scope
+    for ours, theirs in ((actual, expected), *((x.grad, y.grad) for x, y in zip((q, k, v), leaves))):
+        full = from_zigzag(ours.detach().full_tensor(), 2, 4)
+        torch.testing.assert_close(full, theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks()
+def test_computed_again_in_doubt():
+    mesh = init_device_mesh("cpu", (4,))
+    q, k, v = (
+        distribute_tensor(values(2, 4, 19, 8, seed=i), mesh, [Shard(2)]).requires_grad_() for i in range(3)
+    )
+
+    def attend(*tensors):
+        return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+    with context_parallel("ring", zigzag=True):
+        zigzag = checkpoint(attend, q, k, v, use_reentrant=False)
+    with context_parallel("ring"):
+        checkpoint(attend, q, k, v, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="called again in backward.*different options.*inside"):
+        zigzag.sum().backward()
+    with context_parallel("ring", zigzag=True):
+        zigzag = checkpoint(attend, q, k, v, use_reentrant=False)
+        zigzag.sum().backward()
+    assert q.grad.placements == (Shard(2),)
 
 
 def test_zigzag_order():

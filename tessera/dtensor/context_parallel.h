@@ -28,11 +28,14 @@ struct ContextParallelOptions {
   /// The elements of the sequence are in the order that `to_zigzag` gives them, for as many ranks as shard it:
   /// `is_causal` goes by their positions.
   bool zigzag = false;
+
+  friend bool operator==(const ContextParallelOptions&, const ContextParallelOptions&) = default;
 };
 
 /// While it lives, attention of this thread over a sharded sequence is computed in that way; without it the
 /// cheaper one of allgather and ulysses is taken. A call that the method cannot do is an error that names those
-/// that can. Gradients are computed in the way of their forward, wherever backward is called.
+/// that can. Gradients are computed in the way of their forward, wherever backward is called, and so is what activation
+/// checkpointing computes again; where the thread has made calls of the same queries in several ways, that is an error.
 class TESSERA_API ContextParallelGuard {
  public:
   explicit ContextParallelGuard(ContextParallelOptions options);

@@ -5,11 +5,13 @@
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/ring_attention.h>
+#include <tessera/lru_cache.h>
 #include <tessera/ops/as_one.h>
 #include <tessera/ops/composites.h>
 #include <tessera/redistribute/cost.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -19,6 +21,7 @@
 #include <ATen/SDPBackend.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 /// `scaled_dot_product_attention` over a sequence that is sharded. Each method is a redistribution of queries,
@@ -161,6 +164,58 @@ std::optional<ContextMethod> cheapest(const AttentionCall& call, const MeshDims&
   }
   const bool can_exchange = shares_heads(call, ranks_of_heads(spec, mesh_dims));
   return can_exchange && exchange <= gather ? ContextMethod::ulysses : ContextMethod::allgather;
+}
+
+// ---- attention that is computed again in backward
+
+/// Activation checkpointing calls attention again, in backward, where the scope of its forward may have ended. The same
+/// call must then be computed in the same way: another method would save other tensors, and zig-zag order taken for
+/// order would be wrong in silence. So each thread remembers how it computed calls by the spec of their queries.
+struct Remembered {
+  std::optional<ContextParallelOptions> options;
+  bool ambiguous = false;  // there were calls with other options too
+};
+
+std::atomic<bool> zigzag_was_used{false};
+
+LruCache<Spec, Remembered>& remembered_calls() {
+  thread_local LruCache<Spec, Remembered> calls(64);
+  return calls;
+}
+
+bool is_recomputed() {
+  return torch::autograd::get_current_graph_task_id() != -1 && c10::GradMode::is_enabled();
+}
+
+void remember(const Spec& query, const std::optional<ContextParallelOptions>& options) {
+  if (options && options->zigzag) zigzag_was_used.store(true, std::memory_order_relaxed);
+  Remembered* known = remembered_calls().find(query);
+  if (!known)
+    remembered_calls().insert(query, {options});
+  else if (known->options != options)
+    known->ambiguous = true;
+}
+
+/// The options of a call: those of the scope around it, or of the forward that it repeats.
+std::optional<ContextParallelOptions> options_of(const AttentionCall& call) {
+  const auto& given = context_parallel_options();
+  const Spec& query = DTensorImpl::of(call.query)->spec();
+  if (!is_recomputed()) {
+    remember(query, given);
+    return given;
+  }
+  if (given) return given;
+  const Remembered* known = remembered_calls().find(query);
+  // Backward on a GPU has a thread of its own, which remembers nothing.
+  const bool is_clear =
+      known ? !known->ambiguous : !(call.is_causal && zigzag_was_used.load(std::memory_order_relaxed));
+  TESSERA_CHECK(
+      is_clear, "scaled_dot_product_attention: called again in backward, as activation checkpointing does, ",
+      "outside of a ContextParallelGuard (in Python: context_parallel()), and ",
+      known ? "calls with queries of this shape were made with different options"
+            : "it is not known whether its sequence is in zig-zag order",
+      ". Make the guard inside of the function that is computed again, or keep one around backward.");
+  return known ? known->options : given;
 }
 
 // ---- attention of what a rank has to what it has or gets
@@ -326,7 +381,7 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
   const AttentionCall call{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
   const MeshDims mesh_dims = sequence_dims(call);
   if (mesh_dims.empty()) return composed(call);
-  const auto& options = context_parallel_options();
+  const auto options = options_of(call);
   const auto method = options ? options->method : cheapest(call, mesh_dims);
   if (!method) return composed(call);
   // What is not causal does not depend on the order.

@@ -22,8 +22,8 @@ def context_parallel(method: Method = "ring", *, zigzag: bool = False) -> Iterat
     Queries, keys and values are distributed tensors of dims (batch, heads, length, size), with the length sharded; the output is sharded as the
     queries are. "allgather": each rank gathers all keys and values. "ulysses": an all-to-all shards heads instead of the sequence, and another
     one shards the output back. "ring": keys and values travel around the ranks, and none ever has all of them. Without this context the cheaper
-    one of the first two is taken. A call that the method cannot do is an error that names those that can. Gradients are computed in the way
-    of their forward, wherever ``backward`` is called.
+    one of the first two is taken. A call that the method cannot do is an error that names those that can. Gradients, and what activation
+    checkpointing computes again, are computed in the way of their forward, wherever ``backward`` is called.
 
     ``zigzag``: the sequence is in the order that :func:`to_zigzag` gives it, and ``is_causal`` goes by positions.
 

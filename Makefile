@@ -97,7 +97,7 @@ python-check:
 	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
 
 validate: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/against_torch.py
 
@@ -121,7 +121,7 @@ fuzz:
 	@$(BUILD)/tests/parser_fuzz $(FUZZ)
 
 fuzz-values: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
 
 audit: build
 	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md
@@ -200,7 +200,7 @@ asan ubsan:
 tsan:
 	$(call configure,build-tsan,-DTESSERA_SANITIZE=thread $(SANITIZED))
 	@cmake --build build-tsan --target concurrent_tests
-	@cd build-tsan && GTEST_FILTER="-Gloo*:*OverGloo:*Processes*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -j $(JOBS) -L concurrent --timeout 1800
+	@cd build-tsan && $(CHECKS) GTEST_FILTER="-Gloo*:*OverGloo:*Processes*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -j $(JOBS) -L concurrent --timeout 1800
 
 clean:
 	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel

@@ -1,6 +1,7 @@
 // What an operator call costs on a distributed tensor beyond the same call on its local tensor, on meshes of
 // the fake backend, so that nothing but dispatch is measured. `--torch FILE` adds the costs of PyTorch's own
-// DTensor, as dispatch.py wrote them.
+// DTensor, as dispatch.py wrote them. `--only add --calls 1000 --on 1-d` makes these calls and nothing else, for a
+// profiler (instructions.py).
 
 #include <tessera/dtensor/dtensor.h>
 
@@ -118,14 +119,34 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+/// Returns whether there is such an operator.
+bool make_calls(const std::string& name, int count, bool plain) {
+  const at::NoGradGuard no_grad;
+  const Distributed distributed({2});
+  const Tensors tensors = plain ? plain_tensors() : distributed.tensors();
+  for (const Operation& operation : operations()) {
+    if (operation.name != name) continue;
+    for (int i = 0; i < count; ++i) operation.call(tensors);
+    return true;
+  }
+  std::fprintf(stderr, "There is no operator \"%s\".\n", name.c_str());
+  return false;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("What dispatch costs: plain libtorch, Tessera, and PyTorch's DTensor if its costs are given");
   std::string torch_file;
   app.add_option("--torch", torch_file, "What dispatch.py wrote")->check(CLI::ExistingFile);
+  std::string only, on = "1-d";
+  int calls = 1000;
+  app.add_option("--only", only, "Measure nothing: just make calls of this operator");
+  app.add_option("--calls", calls, "How many, with --only")->needs("--only");
+  app.add_option("--on", on, "On what, with --only")->needs("--only")->check(CLI::IsMember({"plain", "1-d"}));
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
+  if (!only.empty()) return make_calls(only, calls, on == "plain") ? 0 : 1;
   std::map<std::string, double> torch;  // overheads
   std::ifstream lines(torch_file);
   for (std::string line; std::getline(lines, line);) {

@@ -1,6 +1,15 @@
 #pragma once
 
+#include <type_traits>
 #include <utility>
+
+/// Of a thread-local variable that every operator call reads: it lies at a fixed distance from the thread's own address, so that
+/// reading it is one instruction, not a call of the dynamic linker. There is room for few bytes of this kind in a process.
+#if defined(__linux__)
+#define TESSERA_STATIC_TLS __attribute__((tls_model("initial-exec")))
+#else
+#define TESSERA_STATIC_TLS
+#endif
 
 namespace tessera {
 
@@ -29,8 +38,13 @@ class ThreadScope {
 
  private:
   static T& slot() {
-    thread_local T value{};
-    return value;
+    if constexpr (std::is_trivially_destructible_v<T> && sizeof(T) <= sizeof(void*)) {
+      thread_local T value TESSERA_STATIC_TLS{};
+      return value;
+    } else {
+      thread_local T value{};
+      return value;
+    }
   }
 
   T outer_;

@@ -53,10 +53,9 @@ Key = tuple[str, str, int] | tuple[str, str, int, str]
 # --- in a worker
 
 
-def reductions_of(tensor: torch.Tensor, mode: str) -> list[str]:
+def reductions_of(tensor: torch.Tensor) -> list[str]:
     """The kinds of partial values that it can be made of."""
-    # Autocast casts parameters with a lock held that ranks share: what has to be reduced first is refused.
-    if mode == "autocast" or tensor.dtype not in SUMMABLE:
+    if tensor.dtype not in SUMMABLE:
         return []
     return ["sum", "sum", "avg", "product", *([] if tensor.is_complex() else ["max", "min"])]
 
@@ -76,7 +75,7 @@ def drawn(kind: str, name: str, seed: int, *modes: str) -> Case | None:
     is_refused = harness.is_refused(harness.alone(module.compute, made, mode, {}, seen))
     mesh = rng.choice(MESHES)
     placements = {
-        name: tuple(random_placements(rng, each.dim(), len(mesh), reductions_of(each, mode)))
+        name: tuple(random_placements(rng, each.dim(), len(mesh), reductions_of(each)))
         for name, each in seen.items()
     }
     if rng.random() < 0.3 and any("." in name for name in seen):

@@ -1,5 +1,7 @@
+#include <tessera/random/plain_draws.h>
 #include <tessera/random/random.h>
 
+#include <memory>
 #include <vector>
 
 #include "bindings.h"
@@ -20,6 +22,20 @@ class StreamScope {
  private:
   Generator generator_;
   std::vector<std::unique_ptr<random::GeneratorScope>> scopes_;
+};
+
+/// Notices plain draws of this thread, from __enter__ to __exit__, which returns the first.
+class DrawsWatch {
+ public:
+  void enter() { watch_ = std::make_unique<random::PlainDrawsWatch>(); }
+  std::string exit() {
+    std::string seen = watch_->seen();
+    watch_.reset();
+    return seen;
+  }
+
+ private:
+  std::unique_ptr<random::PlainDrawsWatch> watch_;
 };
 
 at::TensorOptions of_dtype(std::optional<at::ScalarType> dtype) {
@@ -58,6 +74,10 @@ void bind_random(py::module_& module) {
       .def(py::init<uint64_t>(), py::arg("id"))
       .def("enter", &StreamScope::enter)
       .def("exit", &StreamScope::exit);
+  py::class_<DrawsWatch>(module, "PlainDrawsWatch")
+      .def(py::init<>())
+      .def("enter", &DrawsWatch::enter)
+      .def("exit", &DrawsWatch::exit);
 
   module.def(
       "rand",

@@ -6,21 +6,37 @@ and elsewhere what they did before.
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms
 import torch.autograd.forward_ad
+import torch.autograd.graph
 import torch.autograd.profiler
+import torch.backends.mha
+import torch.backends.opt_einsum
+import torch.nn.modules.module
+import torch.nn.utils.parametrize
+import torch.optim.optimizer
+import torch.utils.checkpoint
 
 from tessera import _C
 
+checkpoint: Any = torch.utils.checkpoint
 eager_transforms: Any = torch._functorch.eager_transforms
 forward_ad: Any = torch.autograd.forward_ad
+graph: Any = torch.autograd.graph
+mha: Any = torch.backends.mha
+module_hooks: Any = torch.nn.modules.module
+opt_einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
+optimizer_hooks: Any = torch.optim.optimizer
+parametrize: Any = torch.nn.utils.parametrize
 profiler: Any = torch.autograd.profiler
 
 _mutex = threading.Lock()  # never held while a rank waits for another
@@ -116,6 +132,25 @@ def _share_settings() -> None:
         _together("torch.set_default_tensor_type", tensor_type, lambda given: False),
     )
 
+    get_precision = torch._C._get_fp32_precision_getter
+    _replace(
+        torch._C,
+        "_set_fp32_precision_setter",
+        _together(
+            "torch._C._set_fp32_precision_setter",
+            torch._C._set_fp32_precision_setter,
+            lambda backend, op, precision: bool(get_precision(backend, op) == precision),
+        ),
+    )
+    # Which operators run depends on these, and so which collectives.
+    for owner, setter, getter in (
+        (mha, "set_fastpath_enabled", "get_fastpath_enabled"),
+        (opt_einsum, "_set_enabled", "_get_enabled"),
+        (opt_einsum, "_set_strategy", "_get_strategy"),
+    ):
+        name = f"{owner.__name__}.{setter}"
+        _replace(owner, setter, _together(name, getattr(owner, setter), equals(getattr(owner, getter))))
+
     assign: Any = torch.backends.ContextProp.__set__
 
     def assigned(self: Any, module: Any, value: Any) -> None:  # torch.backends.cudnn.deterministic = ...
@@ -125,10 +160,54 @@ def _share_settings() -> None:
     _replace(torch.backends.ContextProp, "__set__", assigned)
 
 
+def _share_checkpointing() -> None:
+    """`with torch.utils.checkpoint.set_checkpoint_early_stop(...)`, and the like: variables that all ranks set together."""
+
+    def scope(setter: str, variable: str) -> None:
+        original = getattr(checkpoint, setter)
+
+        def assign(value: Any) -> None:
+            setattr(checkpoint, variable, value)
+
+        change = _together(
+            f"torch.utils.checkpoint.{setter}", assign, lambda value: getattr(checkpoint, variable) is value
+        )
+
+        @contextlib.contextmanager
+        def scoped(value: Any) -> Iterator[None]:
+            if not _C.shares_process():
+                with original(value):
+                    yield
+                return
+            before = getattr(checkpoint, variable)
+            change(value)
+            try:
+                yield
+            except BaseException:
+                assign(before)  # the others may not come
+                raise
+            change(before)
+
+        _replace(checkpoint, setter, functools.wraps(original)(scoped))
+
+    scope("set_checkpoint_early_stop", "_enable_checkpoint_early_stop")
+    scope("set_checkpoint_debug_enabled", "_checkpoint_debug_enabled")
+
+
 # --- Anomaly mode: on while one of the ranks has it on ----------------------------------------------------------------------------
 
-#: (whether it is on, whether NaN is an error) on the threads that have said so.
+#: (whether it is on, whether NaN is an error) on the ranks that have said so, which are still running.
 _anomaly: dict[int, tuple[bool, bool]] = {}
+
+
+class _AtEnd:
+    """Calls a function when the thread that keeps it ends."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def __del__(self) -> None:
+        self.function()
 
 
 def _share_anomaly_mode() -> None:
@@ -143,13 +222,21 @@ def _share_anomaly_mode() -> None:
     def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
         if not _C.shares_process():
             return change(enabled, check_nan)
+        thread = threading.get_ident()
         with _mutex:
-            _anomaly[threading.get_ident()] = (enabled, check_nan)
-            states = [before, *_anomaly.values()]
-            change(
-                any(on for on, _ in states),
-                any(on and check for on, check in states) or not any(on for on, _ in states),
-            )
+            _anomaly[thread] = (enabled, check_nan)
+            combine()
+        if not hasattr(_of_thread, "anomaly"):
+            _of_thread.anomaly = _AtEnd(lambda: forget(thread))
+
+    def combine() -> None:
+        checks_nan = [check for on, check in [before, *_anomaly.values()] if on]
+        change(*((True, any(checks_nan)) if checks_nan else before))
+
+    def forget(thread: int) -> None:
+        with _mutex:
+            if _anomaly.pop(thread, None) is not None:
+                combine()
 
     def is_anomaly_enabled() -> bool:
         return _anomaly.get(threading.get_ident(), before)[0] if _C.shares_process() else is_on()
@@ -220,7 +307,8 @@ def _share_forward_ad() -> None:
 
 # --- The profiler: for one rank at a time -----------------------------------------------------------------------------------------------
 
-_profiling_rank: int | None = None
+#: (thread, rank)
+_profiled: tuple[int, int] | None = None
 
 
 def _share_profiler() -> None:
@@ -233,25 +321,25 @@ def _share_profiler() -> None:
 
     def claimed(start: Callable[..., Any]) -> Callable[..., Any]:
         def claim(*args: Any, **kwargs: Any) -> Any:
-            global _profiling_rank
+            global _profiled
             if _C.shares_process():
-                rank = _C.get_rank()
+                rank, thread = _C.get_rank(), threading.get_ident()
                 with _mutex:
-                    if _profiling_rank not in (None, rank):
+                    if _profiled is not None and _profiled[0] != thread:
                         raise RuntimeError(
-                            f"Rank {rank} cannot start the profiler, which is one for the process, while rank {_profiling_rank} is profiled. "
+                            f"Rank {rank} cannot start the profiler, which is one for the process, while rank {_profiled[1]} is profiled. "
                             "Profile one of the ranks that are threads, or all of them from around tessera.run."
                         )
-                    _profiling_rank = rank
+                    _profiled = (thread, rank)
             return start(*args, **kwargs)
 
         return functools.wraps(start)(claim)
 
     def release(*args: Any, **kwargs: Any) -> Any:
-        global _profiling_rank
+        global _profiled
         result = disable(*args, **kwargs)
-        if _C.shares_process():
-            _profiling_rank = None
+        if _profiled is not None and _profiled[0] == threading.get_ident():
+            _profiled = None
         return result
 
     _replace(profiler, "_prepare_profiler", claimed(prepare))
@@ -298,6 +386,181 @@ def _share_sampling() -> None:
 
     _replace(torch, "multinomial", on_rank(torch.multinomial))
     _replace(torch.Tensor, "multinomial", on_rank(torch.Tensor.multinomial))
+
+
+def is_computing_again() -> bool:
+    """Whether this rank, a thread, computes a forward again in backward, with random states as they were then."""
+    return bool(getattr(_of_thread, "forks", 0))
+
+
+def _share_default_generator() -> None:
+    """`torch.utils.checkpoint` computes again inside of `fork_rng`. Distributed tensors draw their numbers again there. Plain ones cannot on
+    a rank: other ranks have drawn from torch's generator too, since forward or in the midst of it."""
+    fork = torch.random.fork_rng
+
+    @contextlib.contextmanager
+    def fork_rng(*args: Any, **kwargs: Any) -> Iterator[None]:
+        enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+        if not (enabled and _C.shares_process() and torch._C._current_graph_task_id() != -1):
+            with fork(*args, **kwargs):
+                yield
+            return
+        watch = _C.PlainDrawsWatch()
+        _of_thread.forks = getattr(_of_thread, "forks", 0) + 1
+        try:
+            with fork(*args, **kwargs):
+                watch.enter()
+                try:
+                    yield
+                finally:
+                    drawn = watch.exit()
+        finally:
+            _of_thread.forks -= 1
+        if drawn:
+            raise RuntimeError(
+                f"Rank {_C.get_rank()} computed a forward again in backward (torch.utils.checkpoint), in which {drawn} draws plain random numbers. "
+                "These are other ones than in forward: torch's default generator is one for the process, and ranks that are threads share it. "
+                "Draw of distributed tensors (dropout of a DTensor), or with generator=, or start ranks as processes."
+            )
+
+    _replace(torch.random, "fork_rng", functools.wraps(fork)(fork_rng))
+
+
+# --- What each rank has for itself ----------------------------------------------------------------------------------------------------
+
+
+def _share_mutation_of_saved_tensors() -> None:
+    """torch says in one variable whether a thread is inside of `allow_mutation_on_saved_tensors`. On ranks it says whether one of them is."""
+    original = graph.allow_mutation_on_saved_tensors
+    inside = 0
+
+    def count(change: int) -> None:
+        nonlocal inside
+        with _mutex:
+            inside += change
+            graph._allow_mutation_on_saved_tensors_enabled = inside > 0
+        _of_thread.allows_mutation = change > 0
+
+    @contextlib.contextmanager
+    def allow_mutation_on_saved_tensors() -> Iterator[Any]:
+        if not _C.shares_process():
+            with original() as context:
+                yield context
+            return
+        if getattr(_of_thread, "allows_mutation", False):
+            raise RuntimeError("allow_mutation_on_saved_tensors contexts cannot be nested")
+        context = graph._AllowMutationOnSavedContext()
+        with graph._swap_with_cloned(context), graph._CloneArgBeforeMutateMode(context):
+            count(1)
+            try:
+                yield context
+            finally:
+                context.clear()
+                count(-1)
+
+    _replace(
+        graph,
+        "allow_mutation_on_saved_tensors",
+        functools.wraps(original)(allow_mutation_on_saved_tensors),
+    )
+
+
+class _OwnCount:
+    """A count of scopes that are open, of each thread; true if there are any."""
+
+    def __init__(self, outside: int) -> None:
+        self.of_thread = threading.local()
+        self.outside = outside  # of those who start the ranks
+
+    def add(self, change: int) -> int:
+        self.of_thread.count = getattr(self.of_thread, "count", self.outside) + change
+        return int(self.of_thread.count)
+
+    def __bool__(self) -> bool:
+        return getattr(self.of_thread, "count", self.outside) > 0
+
+
+class _OwnValues:
+    """What torch uses of a dict, of each thread."""
+
+    def __init__(self) -> None:
+        self.of_thread = threading.local()
+
+    def get(self, key: Any) -> Any:
+        return self.of_thread.__dict__.get(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.of_thread.__dict__[key] = value
+
+    def clear(self) -> None:
+        self.of_thread.__dict__.clear()
+
+
+def _share_parametrization_cache() -> None:
+    """`torch.nn.utils.parametrize.cached` forgets its values when no thread is inside any more: a rank that leaves, changes its weights and
+    enters again would find the old ones while another is inside."""
+    count, values = _OwnCount(parametrize._cache_enabled), _OwnValues()
+
+    @contextlib.contextmanager
+    def cached() -> Iterator[None]:
+        count.add(1)
+        try:
+            yield
+        finally:
+            if count.add(-1) == 0:
+                values.clear()
+
+    _replace(parametrize, "cached", functools.wraps(parametrize.cached)(cached))
+    _replace(parametrize, "_cache_enabled", count)
+    _replace(parametrize, "_cache", values)
+
+
+class _RankHooks(OrderedDict[int, Any]):
+    """Hooks of all modules, or of all optimizers: what a rank adds is for that rank alone.
+
+    It takes the place of torch's own dict, which handles of hooks that were added before still know: what they remove there is gone here too.
+    """
+
+    def __init__(self, before: "OrderedDict[int, Any]") -> None:
+        super().__init__()
+        self.before, self.inherited = before, set(before)
+        self.owners: dict[int, int] = {}  # the threads of hooks that ranks added
+        for key, hook in before.items():
+            super().__setitem__(key, hook)
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        if _C.shares_process():
+            self.owners[key] = threading.get_ident()
+        super().__setitem__(key, hook)
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        self.owners.pop(key, None)
+
+    def items(self) -> Any:
+        thread = threading.get_ident()
+        return [
+            (key, hook)
+            for key, hook in list(super().items())
+            if self.owners.get(key, thread) == thread and (key not in self.inherited or key in self.before)
+        ]
+
+    def keys(self) -> Any:
+        return [key for key, _ in self.items()]
+
+    def values(self) -> Any:
+        return [hook for _, hook in self.items()]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.keys())
+
+
+def _share_hooks() -> None:
+    """Once, for good: without hooks of ranks these are as torch's own."""
+    for owner in (module_hooks, optimizer_hooks):
+        for name, hooks in list(vars(owner).items()):
+            if name.startswith("_global_") and type(hooks) is OrderedDict:
+                setattr(owner, name, _RankHooks(hooks))
 
 
 # --- Python's library ----------------------------------------------------------------------------------------------------------------
@@ -364,6 +627,20 @@ def _share_warnings() -> None:
     _replace(warnings.catch_warnings, "__exit__", __exit__)
 
 
+def _share_logging() -> None:
+    """A handler formats what it is given with its lock held. Where that is a distributed tensor, to format it may be to wait for other ranks,
+    which may wait for the lock: on ranks the message is made before."""
+    handle = logging.Handler.handle
+
+    def formatted(self: logging.Handler, record: logging.LogRecord) -> Any:
+        given = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
+        if _C.shares_process() and any(map(_C.is_dtensor, given)):
+            record.msg, record.args = record.getMessage(), None
+        return handle(self, record)
+
+    _replace(logging.Handler, "handle", functools.wraps(handle)(formatted))
+
+
 def why_endless() -> str:
     """Why a rank that has been waiting for a while can never be done: called by the library, on that rank."""
     frame: Any = sys._getframe()
@@ -394,18 +671,24 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 @contextlib.contextmanager
 def shared_by_ranks() -> Iterator[None]:
     """Inside, ranks that are threads of this process run."""
-    global _runs, _profiling_rank, _start
+    global _runs, _profiled, _start
     with _mutex:
         _runs += 1
         _start = (0 if _start is None else _start[0] + 1, torch.default_generator.get_state())
         if _runs == 1:
-            _profiling_rank = None
+            _profiled = None
             _share_settings()
+            _share_checkpointing()
             _share_anomaly_mode()
             _share_forward_ad()
             _share_profiler()
             _share_sampling()
+            _share_default_generator()
+            _share_mutation_of_saved_tensors()
+            _share_parametrization_cache()
+            _share_hooks()
             _share_warnings()
+            _share_logging()
             if sys.version_info < (3, 12):
                 _share_cached_properties()
     try:

@@ -148,7 +148,8 @@ def install() -> None:
 
     @functools.wraps(set_state)
     def set_rng_state(new_state: torch.Tensor) -> None:
-        set_state(new_state)
+        if not _process.is_computing_again():  # torch's generator is not this rank's alone
+            set_state(new_state)
         ours = _states.get(new_state)
         if ours is not None:
             _C.set_rng_state(ours)

@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import io
+import logging
 import signal
 import sys
 import threading
@@ -11,9 +13,13 @@ import warnings
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.backends.mha
 import torch.nn.functional as F
+import torch.utils.deterministic
 from ranks import assert_full, on_ranks, values
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import tessera
 from tessera import DTensor, Partial, Replicate, Shard
@@ -237,7 +243,34 @@ SETTINGS = {
         True,
         False,
     ),
+    "fill of new memory": (
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        False,
+        True,
+    ),
+    "nnpack": (lambda value: torch._C._set_nnpack_enabled(value), torch._C._get_nnpack_enabled, False, True),
+    "precision of mkldnn": (
+        lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+        "ieee",
+        torch.backends.mkldnn.matmul.fp32_precision,
+    ),
+    "fast path of attention": (
+        lambda value: torch.backends.mha.set_fastpath_enabled(value),
+        lambda: torch.backends.mha.get_fastpath_enabled(),
+        False,
+        True,
+    ),
+    "order of einsum": (
+        lambda value: torch.backends.opt_einsum.m._set_enabled(value),
+        lambda: torch.backends.opt_einsum.m._get_enabled(),
+        False,
+        torch.backends.opt_einsum.m._get_enabled(),
+    ),
 }
+if not torch.backends.opt_einsum.is_available():  # then it cannot be set
+    del SETTINGS["order of einsum"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -300,6 +333,59 @@ def test_attention_with_a_chosen_kernel():
         assert_full(
             F.scaled_dot_product_attention(*(distributed(each, Shard(1)) for each in (q, k, v))), expected
         )
+
+
+@pytest.mark.parametrize(
+    "scope, variable",
+    [
+        (
+            lambda value: torch.utils.checkpoint.set_checkpoint_early_stop(value),
+            "_enable_checkpoint_early_stop",
+        ),
+        (
+            lambda value: torch.utils.checkpoint.set_checkpoint_debug_enabled(value),
+            "_checkpoint_debug_enabled",
+        ),
+    ],
+)
+def test_ranks_set_how_to_checkpoint_together(scope, variable):
+    def main():
+        for slow in range(4):
+            after_a_while(slow)
+            assert getattr(torch.utils.checkpoint, variable) is None
+            with scope(False):
+                after_a_while((slow + 1) % 4)
+                assert getattr(torch.utils.checkpoint, variable) is False
+            assert getattr(torch.utils.checkpoint, variable) is None
+
+    tessera.run(4, main, timeout=60)
+
+    def failing():
+        with scope(False):
+            if tessera.get_rank() == 1:
+                raise KeyError("lost")
+            distributed(values(4), Shard(0), 2).sum().item()
+
+    with pytest.raises(KeyError, match="lost"):
+        tessera.run(2, failing, timeout=60)
+    assert getattr(torch.utils.checkpoint, variable) is None
+
+
+def test_anomaly_mode_of_a_rank_ends_with_it():
+    seen = []
+
+    def main():
+        tessera.run(2, lambda: torch.set_anomaly_enabled(True))
+        return torch.is_anomaly_enabled()
+
+    def outer():
+        if tessera.get_rank() == 0:
+            other = threading.Thread(target=lambda: seen.append(main()))
+            other.start()
+            other.join()
+
+    tessera.run(2, outer)
+    assert seen == [False]
 
 
 def test_anomaly_mode_is_on_while_a_rank_has_it_on():
@@ -400,6 +486,145 @@ def test_the_default_generator_is_shared_and_not_used_by_distributed_tensors():
     for (full, own), (full_again, own_again) in zip(first, second):
         assert torch.equal(full, first[0][0]) and torch.equal(full, full_again)
         assert torch.equal(own, own_again)
+
+
+def test_plain_numbers_cannot_be_drawn_again():
+    def main(function):
+        x = torch.ones(64, requires_grad=True)
+        checkpoint(function, x, use_reentrant=False).sum().backward()
+
+    with pytest.raises(
+        RuntimeError, match="Rank [01] computed a forward again.*bernoulli_.*start ranks as processes"
+    ):
+        tessera.run(2, lambda: main(torch.nn.functional.dropout), timeout=60)
+    main(torch.nn.functional.dropout)  # without ranks
+    generator = torch.Generator()
+
+    def with_generator(x):
+        return x * torch.rand(64, generator=generator.manual_seed(1))
+
+    tessera.run(2, lambda: main(with_generator), timeout=60)
+    before = torch.random.default_generator.get_state()
+
+    @on_ranks(2)
+    def distributed_numbers():
+        x = distributed(torch.ones(64), Shard(0), 2).requires_grad_()
+        y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
+        y.sum().backward()
+        assert_full(x.grad, y.detach().full_tensor())
+
+    distributed_numbers()
+    assert torch.equal(torch.random.default_generator.get_state(), before)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_each_rank_has_its_own_cache_of_parametrizations():
+    barrier = threading.Barrier(2)
+
+    def main():
+        layer = torch.nn.Linear(2, 2, bias=False)
+        parametrize.register_parametrization(layer, "weight", Doubled())
+        with parametrize.cached():
+            assert layer.weight is layer.weight
+            barrier.wait()
+            if tessera.get_rank() == 1:
+                barrier.wait()  # inside while the other one leaves and enters again
+                return
+        assert layer.weight is not layer.weight
+        with torch.no_grad():
+            layer.parametrizations.weight.original.fill_(3)
+        with parametrize.cached():
+            assert torch.equal(layer.weight, torch.full((2, 2), 6.0))
+        barrier.wait()
+
+    tessera.run(2, main)
+    assert parametrize._cache_enabled == 0
+
+
+def test_each_rank_may_change_saved_tensors():
+    barrier = threading.Barrier(2)
+
+    def main():
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            barrier.wait()
+            a = torch.full((3,), float(tessera.get_rank()), requires_grad=True)
+            b = a.clone()
+            out = (b**2).sum()
+            b.sin_()
+            if tessera.get_rank() == 1:
+                barrier.wait()  # the other one has left
+            out.backward()
+            with (
+                pytest.raises(RuntimeError, match="nested"),
+                torch.autograd.graph.allow_mutation_on_saved_tensors(),
+            ):
+                pass
+        if tessera.get_rank() == 0:
+            barrier.wait()
+        return a.grad.tolist()
+
+    assert tessera.run(2, main) == [[0.0] * 3, [2.0] * 3]
+    assert not torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def test_hooks_of_all_modules_are_of_the_rank_that_adds_them():
+    register, calls = torch.nn.modules.module.register_module_forward_hook, []
+    before = register(lambda *_: calls.append("before"))
+    barrier = threading.Barrier(2)
+
+    def main():
+        rank = tessera.get_rank()
+        if rank == 0:
+            handle = register(lambda *_: calls.append("rank 0"))
+        barrier.wait()
+        if rank == 1:
+            torch.nn.Identity()(1)
+            assert calls == ["before"]
+        barrier.wait()
+        if rank == 0:
+            torch.nn.Identity()(1)
+            assert calls == ["before", "before", "rank 0"]
+            handle.remove()
+            before.remove()
+            torch.nn.Identity()(1)
+            assert len(calls) == 3
+
+    tessera.run(2, main)
+    after = register(lambda *_: calls.append("after"))
+    torch.nn.Identity()(1)
+    after.remove()
+    torch.nn.Identity()(1)
+    assert calls[3:] == ["after"]
+    steps = []
+    handle = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    tessera.run(2, lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)]).step())
+    handle.remove()
+    assert steps == [1, 1]
+
+
+def test_logging_a_loss_does_not_wait_with_the_handler_locked():
+    log = logging.getLogger("test_logging_a_loss")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log.addHandler(handler)
+
+    @on_ranks(4)
+    def main():
+        loss = distributed(torch.ones(8), Shard(0), 4).sum()
+        log.info("loss %.1f", loss)
+        log.info("loss %(loss).2f", {"loss": loss})
+
+    try:
+        main()
+    finally:
+        log.removeHandler(handler)
+    assert sorted(stream.getvalue().split()) == ["8.0"] * 4 + ["8.00"] * 4 + ["loss"] * 8
 
 
 def test_warning_filters_are_as_before_when_all_ranks_have_left():

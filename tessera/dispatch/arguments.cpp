@@ -82,10 +82,10 @@ void Arguments::add(size_t position, const at::Tensor& tensor) {
 void Arguments::add_distributed(size_t position, at::Tensor tensor, bool in_list) {
   const auto& impl = *static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
   key_.push_back(reinterpret_cast<uint64_t>(impl.spec().id()));
-  const bool written = info_.written[position];
-  check_layout(impl.local(), impl.spec());
+  const at::Tensor& local = impl.local();
+  check_layout(local, impl.spec());
   distributed_.push_back(
-      {static_cast<uint32_t>(position), written, in_list, false, std::move(tensor), impl.local()});
+      {static_cast<uint32_t>(position), info_.written[position], in_list, false, std::move(tensor), local});
 }
 
 void Arguments::add_other(size_t position, const at::Tensor& tensor) {

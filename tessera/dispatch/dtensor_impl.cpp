@@ -37,6 +37,7 @@ DTensorImpl::DTensorImpl(at::Tensor local, Spec spec)
     : TensorImpl(keys_of(local), local.dtype(), local.device()),
       local_(std::move(local)),
       spec_(std::move(spec)) {
+  looks_first_ = is_freeable(local_);
   set_storage_access_should_throw();
   set_sizes_and_strides(spec_.shape(), spec_.strides());
   c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
@@ -46,6 +47,7 @@ void DTensorImpl::receive() const {
   if (pending_) {
     local_ = pending_->wait();
     pending_.reset();
+    looks_first_ = origin_ || is_freeable(local_);
   }
   if (is_freed(local_)) restore_memory(local_);
   if (!origin_) return;
@@ -70,6 +72,7 @@ c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::copy(Version&& version_counter,
   copy_tensor_metadata(this, impl.get(), std::forward<Version>(version_counter),
                        allow_tensor_metadata_change);
   impl->origin_ = origin_;
+  impl->looks_first_ = looks_first_;
   impl->attachment_ = attachment_;
   impl->set_unit(nullptr);  // whose key was copied
   impl->share_writes(*this);
@@ -108,6 +111,7 @@ void DTensorImpl::take(const DTensorImpl& other) {
   pending_ = other.pending_;
   spec_ = other.spec_;
   origin_ = other.origin_;
+  looks_first_ = other.looks_first_;
   share_writes(other);
   ++takes_;
   set_attachment(attachment_);

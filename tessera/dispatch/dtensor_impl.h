@@ -39,14 +39,17 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   /// first: a view that does not share the memory of its base, after a write into that, and what lies in freed
   /// memory.
   const at::Tensor& local() const {
-    if (pending_ || origin_ || is_freed(local_)) [[unlikely]]
+    if (looks_first_) [[unlikely]]
       receive();
     return local_;
   }
   const Spec& spec() const { return spec_; }
 
   /// Says that the local tensor is only a stand-in of the right shape until `pending` has come.
-  void set_pending(std::shared_ptr<PendingTensor> pending) { pending_ = std::move(pending); }
+  void set_pending(std::shared_ptr<PendingTensor> pending) {
+    pending_ = std::move(pending);
+    looks_first_ = true;
+  }
 
   /// What a view is of, if writing into its local tensor does not write into its base.
   struct Origin {
@@ -59,7 +62,10 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
     mutable uint64_t writes;  // into the base, when the view was made
   };
   const std::shared_ptr<const Origin>& origin() const { return origin_; }
-  void set_origin(std::shared_ptr<const Origin> origin) { origin_ = std::move(origin); }
+  void set_origin(std::shared_ptr<const Origin> origin) {
+    origin_ = std::move(origin);
+    looks_first_ = true;
+  }
   /// How often operators have written into the tensor, or one that shares its memory. (Autograd's versions do
   /// not say: it counts no writes in inference mode, nor those through `data`.)
   uint64_t writes() const { return writes_.value(); }
@@ -106,6 +112,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   mutable at::Tensor local_;
   WriteCount writes_;
   uint64_t takes_ = 0;
+  /// Whether the local tensor may have to wait, or to be made again: `receive` finds out.
+  mutable bool looks_first_ = false;
   mutable std::shared_ptr<PendingTensor> pending_;  // shared by shallow copies
   Spec spec_;
   std::shared_ptr<const Origin> origin_;

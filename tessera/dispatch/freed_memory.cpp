@@ -16,6 +16,9 @@ constexpr const char* kError =
 MemoryOwner::~MemoryOwner() = default;
 
 void detail::delete_owner(void* owner) { delete static_cast<Owner*>(owner); }
+void detail::delete_memory(void* memory) { delete static_cast<at::DataPtr*>(memory); }
+
+void make_freeable(c10::StorageImpl& storage) { set_memory(storage, storage.set_data_ptr(at::DataPtr())); }
 
 void free_memory(c10::StorageImpl& storage, std::weak_ptr<MemoryOwner> owner) {
   auto context = std::make_unique<Owner>(std::move(owner));
@@ -26,7 +29,10 @@ void free_memory(c10::StorageImpl& storage, std::weak_ptr<MemoryOwner> owner) {
 
 void set_memory(c10::StorageImpl& storage, at::DataPtr memory) {
   storage.clear_data_ptr_access_error_msg_();
-  storage.set_data_ptr_noswap(std::move(memory));
+  auto kept = std::make_unique<at::DataPtr>(std::move(memory));
+  void* const data = kept->get();
+  const at::Device device = kept->device();
+  storage.set_data_ptr_noswap(at::DataPtr(data, kept.release(), &detail::delete_memory, device));
 }
 
 void restore_memory(const at::Tensor& tensor) {

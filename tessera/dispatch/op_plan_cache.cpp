@@ -1,6 +1,7 @@
 #include <tessera/dispatch/cache.h>
 #include <tessera/dispatch/op_plan_cache.h>
 #include <tessera/rules/rule.h>
+#include <tessera/thread_scope.h>
 
 #include <atomic>
 
@@ -15,8 +16,8 @@ std::atomic<size_t> cache_capacity{4096};
 OpPlanCache& op_plan_cache() {
   // Looked up through a plain pointer: an object with a destructor would be asked each time whether it exists
   // yet.
-  thread_local OpPlanCache* known = nullptr;
-  thread_local uint64_t version = 0;
+  thread_local OpPlanCache* known TESSERA_STATIC_TLS = nullptr;
+  thread_local uint64_t version TESSERA_STATIC_TLS = 0;
   if (!known) [[unlikely]] {
     thread_local OpPlanCache instance(cache_capacity);
     known = &instance;

@@ -183,8 +183,7 @@ class OperatorCall {
       return true;
     }
     const Stack all = arguments_.with_tensors();
-    plan_ = std::make_shared<OpPlan>(
-        make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
+    plan_ = SharedOpPlan(make_op_plan(info_, resolved_, arguments_.call(all), arguments_.writes_plain()));
     log_plan(all);
     if (!plan_->in_doubt) plans.insert(arguments_.key(), plan_);
     return true;
@@ -437,15 +436,17 @@ class OperatorCall {
     if (draws_unseeded()) [[unlikely]]
       same_on_all_ranks(local);
     const Spec& spec = output_spec(local, index);
-    if (!lies_as(local, spec)) [[unlikely]]
-      info_.layout_copies.fetch_add(1, std::memory_order_relaxed);
-    if (!info_.is_view[result]) return make_dtensor(std::move(local), spec);
+    if (!lies_exactly_as(local, spec)) [[unlikely]] {
+      if (!lies_as(local, spec)) info_.layout_copies.fetch_add(1, std::memory_order_relaxed);
+      local = laid_out(local, spec);
+    }
+    if (!info_.is_view[result]) return at::detail::make_tensor<DTensorImpl>(std::move(local), spec);
     const DistributedArgument& base = distributed()[0];
     // A view of a tensor that is not one of inference mode is none either.
     std::optional<c10::InferenceMode> normal;
     if (c10::InferenceMode::is_enabled() && !base.tensor.is_inference()) [[unlikely]]
       normal.emplace(false);
-    at::Tensor view = make_dtensor(std::move(local), spec);
+    at::Tensor view = at::detail::make_tensor<DTensorImpl>(std::move(local), spec);
     view.unsafeGetTensorImpl()->set_storage_offset(base.tensor.storage_offset() + plan_->offsets.at(index));
     set_origin(view, index, base, *plan_, info_.op, view_arguments_);
     return view;
@@ -491,7 +492,7 @@ class OperatorCall {
   Stack& stack_;
   Arguments arguments_;
   SpanObserver* const observer_ = SpanObserver::innermost();
-  std::shared_ptr<OpPlan> plan_;
+  SharedOpPlan plan_;
   c10::DispatchKeySet casts_;                 // the keys of autocast with which it was called
   Stack view_arguments_;                      // with which a view is to be made again
   std::vector<std::vector<int64_t>> shapes_;  // of the results, if only what computed them knows them

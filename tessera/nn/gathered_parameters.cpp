@@ -105,6 +105,7 @@ void ShardUnit::Gathered::allocate() {
     return;
   }
   buffer_ = at::empty({bytes}, messages_.options());
+  make_freeable(*buffer_.storage().unsafeGetStorageImpl());
   for (const Layout& layout : unit->layouts_) {
     locals_.push_back(buffer_.narrow(0, layout.offset, layout.bytes)
                           .view(layout.gathered.dtype())

@@ -17,15 +17,6 @@ bool is_set(const char* variable) {
   return value != nullptr && *value != '\0' && std::string_view(value) != "0";
 }
 
-bool checks_layout() {
-#ifdef NDEBUG
-  static const bool result = is_set("TESSERA_CHECK_LAYOUT");
-  return result;
-#else
-  return true;
-#endif
-}
-
 // Equal but for the strides of dims that are never stepped along.
 bool steps_alike(const at::Tensor& local, c10::IntArrayRef strides) {
   if (local.numel() == 0) return true;
@@ -89,8 +80,13 @@ void check_local(const at::Tensor& local, const Spec& spec, const char* what) {
                       ", but that of ", spec, " is ", to_text(spec.dtype()), spec.local_shape(), " there.");
 }
 
-void check_layout(const at::Tensor& local, const Spec& spec) {
-  if (!checks_layout()) return;
+#ifdef NDEBUG
+const bool detail::checks_layout = is_set("TESSERA_CHECK_LAYOUT");
+#else
+const bool detail::checks_layout = true;
+#endif
+
+void detail::check_layout(const at::Tensor& local, const Spec& spec) {
   TESSERA_CHECK(!spec.mesh().is_member() || lies_as(local, spec), "rank ", spec.mesh().get_rank(), " has ",
                 "a local tensor of shape ", local.sizes(), " and strides ", local.strides(), ", but ", spec,
                 " with global strides ", spec.strides(), " says strides ", spec.local_strides(),

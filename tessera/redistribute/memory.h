@@ -20,11 +20,25 @@ namespace tessera {
 
 TESSERA_API bool lies_as(const at::Tensor& local, const Spec& spec);
 
+/// Whether `laid_out` would return a local tensor of a dense spec as it is, as it nearly always does.
+inline bool lies_exactly_as(const at::Tensor& local, const Spec& spec) {
+  return spec.is_dense() && local.strides() == spec.local_strides() && !local.is_conj() && !local.is_neg();
+}
+
 /// `local`, or a copy that lies as `spec` says. It shares the memory of `local` if that does.
 TESSERA_API at::Tensor laid_out(const at::Tensor& local, const Spec& spec);
 
-/// Throws unless `local` lies as `spec` says, if that is to be checked at all.
+namespace detail {
+/// TESSERA_CHECK_LAYOUT, or a debug build.
+extern TESSERA_API const bool checks_layout;
 TESSERA_API void check_layout(const at::Tensor& local, const Spec& spec);
+}  // namespace detail
+
+/// Throws unless `local` lies as `spec` says, if that is to be checked at all.
+inline void check_layout(const at::Tensor& local, const Spec& spec) {
+  if (detail::checks_layout) [[unlikely]]
+    detail::check_layout(local, spec);
+}
 
 /// Throws unless `local` is defined and has the shape and dtype that `spec` gives this rank. The error begins
 /// with `what`, and names the rank and both sides.

@@ -2,6 +2,7 @@
 
 #include <tessera/error.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -11,6 +12,11 @@
 
 /// Values as bytes, the same on every machine that libtorch runs on (little endian).
 namespace tessera {
+
+/// std::memcpy. If there are no bytes, the pointers may be null, as those of empty tensors are.
+inline void copy_bytes(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
 
 class ByteWriter {
  public:

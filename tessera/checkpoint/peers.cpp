@@ -18,7 +18,7 @@ namespace {
 
 at::Tensor bytes_tensor(std::string_view bytes) {
   at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  copy_bytes(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
   return tensor;
 }
 

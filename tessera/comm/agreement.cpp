@@ -1,3 +1,4 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/asked.h>
 #include <tessera/comm/call_backend.h>
@@ -58,7 +59,7 @@ at::Tensor new_bytes(int64_t count) { return at::empty({count}, at::kByte); }
 
 at::Tensor bytes_of_text(const std::string& text) {
   at::Tensor bytes = new_bytes(static_cast<int64_t>(text.size()));
-  if (!text.empty()) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  copy_bytes(bytes.mutable_data_ptr(), text.data(), text.size());
   return bytes;
 }
 
@@ -271,7 +272,7 @@ void Agreement::compare_by_all_gather() const {
   int64_t longest = 0;
   for (const Head& each : heads) longest = std::max(longest, each.text_bytes);
   const at::Tensor padded = at::empty({longest}, at::kByte);
-  std::memcpy(padded.mutable_data_ptr(), text.data(), text.size());
+  copy_bytes(padded.mutable_data_ptr(), text.data(), text.size());
   const at::Tensor texts = gathered(padded);
   std::vector<std::string> said;
   for (int rank = 0; rank < size; ++rank)

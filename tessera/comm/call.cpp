@@ -1,3 +1,4 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/call.h>
 #include <tessera/error.h>
 
@@ -508,7 +509,7 @@ void CallBuilder::separate_overlaps() {
   for (Buffer& in : call_.in) {
     if (!touches(in, call_.out)) continue;
     at::Tensor copy = at::empty({in.elements}, at::TensorOptions().dtype(in.dtype));
-    std::memcpy(copy.data_ptr(), in.data, copy.nbytes());
+    copy_bytes(copy.data_ptr(), in.data, copy.nbytes());
     in.data = static_cast<std::byte*>(copy.data_ptr());
     call_.tensors.push_back(std::move(copy));
   }

@@ -14,7 +14,6 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <map>
 #include <optional>
@@ -119,7 +118,7 @@ std::vector<std::string> all_gather_bytes(const std::string& bytes) {
   own.fill_(static_cast<int64_t>(bytes.size()));
   comm::all_gather_into(sizes, own, group).wait();
   const at::Tensor input = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-  std::memcpy(input.data_ptr(), bytes.data(), bytes.size());
+  copy_bytes(input.data_ptr(), bytes.data(), bytes.size());
   comm::Tensors outputs;
   for (int64_t i = 0; i < size; ++i) outputs.push_back(at::empty({sizes[i].item<int64_t>()}, at::kByte));
   comm::all_gather(outputs, input, group).wait();

@@ -1,6 +1,7 @@
 #include <tessera/dispatch/views.h>
 #include <tessera/error.h>
 #include <tessera/redistribute/execute.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/redistribute/plan_cache.h>
 
 #include <functional>
@@ -52,7 +53,7 @@ std::function<void(const at::Tensor&, const at::Tensor&)> replay(const c10::Oper
   return [op, arguments, of_base, of_view, index](const at::Tensor& base, const at::Tensor& view) {
     const Spec full_base = replicated(of_base);
     const Spec full_view = replicated(of_view);
-    const at::Tensor full = at::empty_strided(of_base.shape(), of_base.strides(), base.options());
+    const at::Tensor full = new_memory(of_base.shape(), of_base.strides(), base.options());
     copy_into(full, execute(*cached_plan(of_base, full_base), base));
     copy_into(view_of(op, arguments, full, index), execute(*cached_plan(of_view, full_view), view));
     copy_into(base, execute(*cached_plan(full_base, of_base), full));

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/irange.h>
 
@@ -52,11 +51,11 @@ void ShardUnit::Gathered::start() {
                 "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
   const comm::MemoryInFlight in_flight;
   if (kept_.defined()) {
-    messages_ = at::empty({packing.ranks() * packing.bytes()}, options);
+    messages_ = new_memory({packing.ranks() * packing.bytes()}, options);
     pending_.emplace(comm::all_gather_into(messages_, kept_, unit->neighbours_->group));
     return;
   }
-  message_ = at::empty({packing.bytes()}, options);
+  message_ = new_memory({packing.bytes()}, options);
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
     if (!layout.item) continue;
@@ -67,7 +66,7 @@ void ShardUnit::Gathered::start() {
     messages_ = message_;
     return;
   }
-  messages_ = at::empty({packing.ranks() * packing.bytes()}, options);
+  messages_ = new_memory({packing.ranks() * packing.bytes()}, options);
   pending_.emplace(
       comm::all_gather_into(messages_, message_, unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard))));
 }
@@ -104,7 +103,7 @@ void ShardUnit::Gathered::allocate() {
     set_memory(storage, storage.allocator()->allocate(bytes));
     return;
   }
-  buffer_ = at::empty({bytes}, messages_.options());
+  buffer_ = new_memory({bytes}, messages_.options());
   make_freeable(*buffer_.storage().unsafeGetStorageImpl());
   for (const Layout& layout : unit->layouts_) {
     locals_.push_back(buffer_.narrow(0, layout.offset, layout.bytes)

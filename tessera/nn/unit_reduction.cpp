@@ -7,13 +7,13 @@
 #include <tessera/nn/gathered_parameters.h>
 #include <tessera/nn/shard_unit.h>
 #include <tessera/nn/unit_schedule.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/irange.h>
 
@@ -152,14 +152,14 @@ void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, v
   const auto options = parts[0].local.options().dtype(at::kByte);
   const auto under_way = std::make_shared<UnderWay>();
   const comm::MemoryInFlight in_flight;
-  under_way->input = at::empty({packing.ranks() * packing.bytes()}, options);
+  under_way->input = new_memory({packing.ranks() * packing.bytes()}, options);
   for (const size_t i : c10::irange(parts.size())) {
     packing.pack(under_way->input, i, parts[i].local);
     parts[i].local.reset();
   }
   at::Tensor output = under_way->input;
   if (packing.ranks() > 1 && packing.bytes() > 0) {
-    output = at::empty({packing.bytes()}, options);
+    output = new_memory({packing.bytes()}, options);
     under_way->collectives.push_back(
         comm::reduce_scatter_from(output.view(dtype), under_way->input.view(dtype), c10d::ReduceOp::SUM,
                                   dims_.mesh.get_group(MeshDim(dims_.shard))));

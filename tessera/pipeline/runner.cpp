@@ -1,3 +1,4 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/shared_error.h>
@@ -8,7 +9,6 @@
 #include <tessera/pipeline/tensor_meta.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -64,7 +64,7 @@ struct Slot {
 
 at::Tensor as_bytes(const std::string& text, at::DeviceType device) {
   const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  copy_bytes(bytes.mutable_data_ptr(), text.data(), text.size());
   return bytes.to(device);
 }
 
@@ -175,7 +175,7 @@ class PipelineRunner::Step {
       const comm::Tensors copies(state_.has_first() ? state_.table.ranks() : 0, given);
       comm::scatter(got, copies, state_.rank_of(0), state_.group).wait();
       const at::Tensor here = got.cpu();
-      std::memcpy(all.data(), here.const_data_ptr(), here.nbytes());
+      copy_bytes(all.data(), here.const_data_ptr(), here.nbytes());
     }
     inputs_hash_ = all[0];
     rule_ = all[1];

@@ -3,11 +3,10 @@
 #include <tessera/error.h>
 #include <tessera/pipeline/tensor_meta.h>
 #include <tessera/placement/text.h>
+#include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 
 namespace tessera {
 
@@ -57,8 +56,7 @@ TensorMeta TensorMeta::of_gradient() const {
 
 at::Tensor TensorMeta::empty_local(at::DeviceType device) const {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
-  return spec ? at::empty_strided(spec.local_shape(), spec.local_strides(), options)
-              : at::empty(sizes, options);
+  return spec ? new_memory(spec, options) : new_memory(sizes, options);
 }
 
 at::Tensor TensorMeta::wrap(const at::Tensor& local) const {

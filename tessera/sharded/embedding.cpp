@@ -1,5 +1,6 @@
 #include <tessera/comm/packed_all_to_all.h>
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/sharded/registry.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
 
@@ -145,7 +146,7 @@ at::TensorOptions in_transit(at::ScalarType dtype, const Members& members) {
 Tensor fetch(const RowRequests& requests, const std::vector<Tensor>& locals) {
   const at::NoGradGuard no_grad;
   const Members& members = *requests.members;
-  const Tensor result = at::empty({requests.count, requests.size[1]}, requests.options);
+  const Tensor result = new_memory({requests.count, requests.size[1]}, requests.options);
   comm::packed_all_to_all(requests.for_requested([&](const RowRequests::Requested& each) {
     return result.narrow(0, each.first, each.count).narrow(1, each.column(), each.columns());
   }),
@@ -163,7 +164,7 @@ variable_list give_back(const RowRequests& requests, const std::vector<at::IntAr
   const Members& members = *requests.members;
   const at::TensorOptions transit = in_transit(gradient.scalar_type(), members);
   const auto received = requests.for_served([&](const RowRequests::Served& each) {
-    return at::empty({each.rows.numel(), sizes[each.local][1]}, transit);
+    return new_memory({each.rows.numel(), sizes[each.local][1]}, transit);
   });
   comm::packed_all_to_all(received, requests.for_requested([&](const RowRequests::Requested& each) {
     return gradient.narrow(0, each.first, each.count).narrow(1, each.column(), each.columns());

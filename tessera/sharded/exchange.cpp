@@ -1,4 +1,5 @@
 #include <tessera/comm/packed_all_to_all.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/sharded/exchange.h>
 #include <tessera/sharded/remote.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
@@ -7,7 +8,6 @@
 #include <algorithm>
 #include <tuple>
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -82,7 +82,7 @@ std::vector<at::Tensor> move(const Tiling& from, const std::vector<at::Tensor>& 
   const at::TensorOptions options = at::TensorOptions(dtype).device(members.device());
   std::vector<at::Tensor> result;
   for (const size_t i : to.mine)
-    result.push_back(at::empty(to.shards[i].shard_sizes, options.device(to.shards[i].placement->device())));
+    result.push_back(new_memory(to.shards[i].shard_sizes, options.device(to.shards[i].placement->device())));
   if (result.empty()) result.push_back(empty_part(to.size, dtype, to.shards[0].placement->device()));
 
   std::vector<comm::Tensors> sent(members.size()), received(members.size());

@@ -1,6 +1,7 @@
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/sharded/log.h>
 #include <tessera/sharded/sharded_tensor_impl.h>
 
@@ -24,7 +25,7 @@ at::Tensor output_of(const ShardedTensor& tensor, int64_t dst, const ShardedTens
                         "; give it there alone.");
     return {};
   }
-  if (!out.defined()) return at::empty(tensor.sizes(), at::TensorOptions(dtype).device(tensor.device()));
+  if (!out.defined()) return new_memory(tensor.sizes(), at::TensorOptions(dtype).device(tensor.device()));
   TESSERA_CHECK_VALUE(out.sizes() == tensor.sizes(), "gather: the output has size ", out.sizes(),
                       ", the tensor ", tensor.sizes(), ".");
   TESSERA_CHECK_VALUE(!options.enforce_dtype || out.scalar_type() == tensor.scalar_type(),
@@ -87,7 +88,7 @@ at::Tensor ShardedTensor::gather(int64_t dst, const GatherOptions& options) cons
       if (rank != dst) {
         for (const ShardMetadata* shard : by_rank[rank]) size += shard->numel();
       }
-      outputs.push_back(at::empty({size}, in_transit));
+      outputs.push_back(new_memory({size}, in_transit));
     }
   }
   comm::gather(outputs, input, dst, members.group()).wait();

@@ -1,4 +1,5 @@
 #include <tessera/error.h>
+#include <tessera/redistribute/memory.h>
 #include <tessera/sharded/fill.h>
 #include <tessera/sharded/init.h>
 #include <tessera/sharded/log.h>
@@ -10,7 +11,6 @@
 #include <numeric>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/irange.h>
 
 namespace tessera::sharded {
@@ -52,10 +52,10 @@ ShardedTensor made(const char* call, const ShardingSpec& spec, at::IntArrayRef s
   state.init_rrefs = options.init_rrefs;
   for (ShardMetadata& shard : local_part(state.metadata.shards_metadata, *state.members)) {
     const at::NoGradGuard no_grad;
-    at::Tensor tensor = at::empty(shard.shard_sizes, at::TensorOptions()
-                                                         .dtype(properties.dtype)
-                                                         .device(shard.placement->device())
-                                                         .pinned_memory(options.pin_memory));
+    at::Tensor tensor = new_memory(shard.shard_sizes, at::TensorOptions()
+                                                          .dtype(properties.dtype)
+                                                          .device(shard.placement->device())
+                                                          .pinned_memory(options.pin_memory));
     fill(tensor);
     tensor.requires_grad_(options.requires_grad);
     state.local_shards.emplace_back(std::move(tensor), std::move(shard));

@@ -1,9 +1,9 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/collectives.h>
 #include <tessera/error.h>
 #include <tessera/sharded/ranks.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include <ATen/ops/empty.h>
@@ -86,7 +86,7 @@ std::vector<std::string> all_gather_text(const std::string& mine, const Members&
       .wait();
   const at::Tensor sizes = all_sizes.to(at::kCPU);
   at::Tensor bytes = at::empty({static_cast<int64_t>(mine.size())}, at::kByte);
-  if (!mine.empty()) std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
+  copy_bytes(bytes.mutable_data_ptr(), mine.data(), mine.size());
   comm::Tensors received;
   for (const int64_t i : c10::irange(members.size()))
     received.push_back(at::empty({sizes.const_data_ptr<int64_t>()[i]}, numbers.dtype(at::kByte)));

@@ -36,7 +36,7 @@ at::Tensor read_tensor(ByteReader& in) {
   for (const int64_t each : size) in.check(each >= 0 && !__builtin_mul_overflow(expected, each, &expected));
   in.check(expected == data.size());
   const at::Tensor tensor = at::empty(size, static_cast<at::ScalarType>(dtype));
-  if (!data.empty()) std::memcpy(tensor.mutable_data_ptr(), data.data(), data.size());
+  copy_bytes(tensor.mutable_data_ptr(), data.data(), data.size());
   return tensor.to(device).requires_grad_(requires_grad);
 }
 

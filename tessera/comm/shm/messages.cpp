@@ -1,3 +1,4 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/blocking_work.h>
 #include <tessera/comm/shm/messages.h>
 #include <tessera/error.h>
@@ -207,7 +208,7 @@ void Messages::match(const std::shared_ptr<Received>& message, const std::shared
 void Messages::deliver(Received& message) {
   Parcel& parcel = *message.parcel;
   if (message.kept.defined() && message.head.bytes > 0)
-    std::memcpy(parcel.tensor.mutable_data_ptr(), message.kept.const_data_ptr(), message.head.bytes);
+    copy_bytes(parcel.tensor.mutable_data_ptr(), message.kept.const_data_ptr(), message.head.bytes);
   parcel.source = message.from;
   parcel.state = Parcel::done;
   answer(message, "");

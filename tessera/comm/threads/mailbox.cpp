@@ -1,8 +1,8 @@
+#include <tessera/bytes.h>
 #include <tessera/comm/threads/mailbox.h>
 #include <tessera/error.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include <c10/util/irange.h>
@@ -48,7 +48,7 @@ void Mailbox::deliver(Parcel& sent, Parcel& wanted) {
     sent.error = wanted.error = comm::misfit_of_messages(members[sent.from], sent.str(members, true),
                                                          members[sent.to], wanted.str(members, false));
   } else if (sent.tensor.numel() > 0) {
-    std::memcpy(wanted.tensor.data_ptr(), sent.tensor.data_ptr(), sent.tensor.nbytes());
+    copy_bytes(wanted.tensor.data_ptr(), sent.tensor.data_ptr(), sent.tensor.nbytes());
   }
   sent.source = wanted.source = sent.from;
   sent.state = state;

@@ -1,5 +1,10 @@
 # A thin front over CMake and Ninja. `make help` lists what there is.
-BUILD ?= build
+# Another torch than the one we build on has a virtual environment and a build folder of its own; see scripts/setup.
+TORCH_VERSION ?= 2.13.0
+export TORCH_VERSION
+OTHER = $(if $(filter-out 2.13.0,$(TORCH_VERSION)),-torch-$(TORCH_VERSION))
+VENV = .venv$(OTHER)
+BUILD ?= build$(OTHER)
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 # Python that is formatted by ruff, besides being linted.
@@ -46,14 +51,14 @@ help:
 	@echo 'make clean     remove what was built'
 	@echo
 	@echo 'Each of them first installs what is missing (scripts/setup). An existing libtorch is used if TORCH_PREFIX or'
-	@echo 'CMAKE_PREFIX_PATH names its folder; others: BUILD, PREFIX, CMAKE_ARGS.'
+	@echo 'CMAKE_PREFIX_PATH names its folder; others: BUILD, PREFIX, CMAKE_ARGS. TORCH_VERSION=2.15.0 takes another torch.'
 
 comma := ,
 # $(call configure,<folder>,<options>[,<what scripts/setup installs>])
 # The Python package is built for the virtual environment that scripts/setup makes; with a libtorch of one's own there is none.
 define configure
 @torch=$$(scripts/setup $(3) | tail -n 1) && test -n "$$torch" && mkdir -p $(1) && python= && \
-  case "$$torch" in $(CURDIR)/.venv/*) python="-DTESSERA_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python";; esac && \
+  case "$$torch" in $(CURDIR)/$(VENV)/*) python="-DTESSERA_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(VENV)/bin/python";; esac && \
   { cmake -S . -B $(1) -G Ninja -DCMAKE_PREFIX_PATH="$$torch" $$python $(2) $(CMAKE_ARGS) >$(1)/configure.log 2>&1 || \
     { cat $(1)/configure.log; exit 1; }; }
 endef
@@ -91,28 +96,28 @@ soak:
 python-test: build python-check
 
 python-check:
-	@tests/install/wheel $(BUILD)
-	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python -m pytest -n $(JOBS)
-	@.venv/bin/python -m mypy
-	@MYPYPATH=python PYTHONPATH=$(BUILD)/python .venv/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
+	@tests/install/wheel $(BUILD) $(VENV)
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python -m pytest -n $(JOBS)
+	@$(VENV)/bin/python -m mypy
+	@MYPYPATH=python PYTHONPATH=$(BUILD)/python $(VENV)/bin/python -m mypy.stubtest tessera._C --allowlist python/tests/stubtest.allow
 
 validate: build
-	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/validate.py --output $(BUILD)/validate.md
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/validate/validate.py --output $(BUILD)/validate.md
 	@echo 'The table is in $(BUILD)/validate.md.'
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/against_torch.py
+	@PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/validate/against_torch.py
 
 # By pip, but of the libraries that are built already.
 wheel:
 	$(call configure,$(BUILD),)
 	@cmake --build $(BUILD) --target tessera_package
-	@.venv/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
+	@$(VENV)/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
 	  -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
 
 op-db: build
-	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/run.py --output $(BUILD)/op_db
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/op_db/run.py --output $(BUILD)/op_db
 
 slices: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/slices.py
+	@PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/op_db/slices.py
 
 fuzz:
 	$(call configure,$(BUILD),)
@@ -121,10 +126,10 @@ fuzz:
 	@$(BUILD)/tests/parser_fuzz $(FUZZ)
 
 fuzz-values: build
-	@$(CHECKS) PYTHONPATH=$(BUILD)/python .venv/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
+	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)
 
 audit: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/op_db/audit.py --output docs/replicas.md
+	@PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/op_db/audit.py --output docs/replicas.md
 
 bench: build
 	@$(BUILD)/bench/bench_placement
@@ -133,19 +138,19 @@ bench: build
 	@$(BUILD)/bench/bench_attention
 	@$(BUILD)/bench/bench_trace
 	@if [ -e $(BUILD)/python/tessera ]; then \
-	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
-	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/optimizer.py; \
-	  PYTHONPATH=$(BUILD)/python .venv/bin/python bench/train.py --torch $(BUILD)/train_torch.txt; \
+	  PYTHONPATH=$(BUILD)/python $(VENV)/bin/python bench/dispatch.py --torch $(BUILD)/dispatch_torch.txt; \
+	  PYTHONPATH=$(BUILD)/python $(VENV)/bin/python bench/optimizer.py; \
+	  PYTHONPATH=$(BUILD)/python $(VENV)/bin/python bench/train.py --torch $(BUILD)/train_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
 	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
 	  else $(BUILD)/bench/bench_train; fi
 	@if [ -e $(BUILD)/python/tessera ]; then \
-	  .venv/bin/python bench/checkpoint.py --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt; fi
+	  $(VENV)/bin/python bench/checkpoint.py --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt; fi
 	@$(BUILD)/bench/bench_checkpoint --directory $(BUILD)/bench/checkpoint --torch $(BUILD)/checkpoint_torch.txt
 	@$(BUILD)/bench/bench_collectives
 
 from-torch: build
-	@PYTHONPATH=$(BUILD)/python .venv/bin/python python/validate/from_torch.py --output docs/from_torch.md
+	@PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/validate/from_torch.py --output docs/from_torch.md
 
 operators: build
 	@$(BUILD)/tests/list_operators >docs/operators.md
@@ -155,8 +160,8 @@ lint:
 	@clang-format --dry-run -Werror $(SOURCES)
 	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
-	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet $(PYTHON) && .venv/bin/ruff check --quiet --select I $(PYTHON) && \
-	  .venv/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no .venv, so Python is not linted.'; fi
+	@if [ -x $(VENV)/bin/ruff ]; then $(VENV)/bin/ruff check --quiet $(PYTHON) && $(VENV)/bin/ruff check --quiet --select I $(PYTHON) && \
+	  $(VENV)/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no $(VENV), so Python is not linted.'; fi
 
 # clang-tidy looks at each source alone, and cannot read gcc's precompiled headers.
 tidy:
@@ -167,7 +172,7 @@ tidy:
 format:
 	@scripts/setup >/dev/null
 	@clang-format -i $(SOURCES)
-	@if [ -x .venv/bin/ruff ]; then .venv/bin/ruff check --quiet --select I --fix $(PYTHON) && .venv/bin/ruff format --quiet $(PYTHON); fi
+	@if [ -x $(VENV)/bin/ruff ]; then $(VENV)/bin/ruff check --quiet --select I --fix $(PYTHON) && $(VENV)/bin/ruff format --quiet $(PYTHON); fi
 
 # The pictures of the book, by our own visualiser.
 pictures:
@@ -178,8 +183,8 @@ pictures:
 docs:
 	@scripts/setup >/dev/null
 	@mkdir -p $(BUILD)/docs/site
-	@if [ -x .venv/bin/python ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict --site-dir $(abspath $(BUILD))/docs/site; \
-	  else echo 'There is no .venv, so the book is left out.'; fi
+	@if [ -x $(VENV)/bin/python ]; then NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict --site-dir $(abspath $(BUILD))/docs/site; \
+	  else echo 'There is no $(VENV), so the book is left out.'; fi
 	@{ cat docs/Doxyfile; echo 'OUTPUT_DIRECTORY = $(BUILD)/docs/site'; echo 'HTML_OUTPUT = api'; } | doxygen -
 	@echo 'The book is in $(BUILD)/docs/site/index.html, the reference of the C++ API in its folder api.'
 

@@ -20,6 +20,15 @@ Started by torchrun, or with ``torch.distributed`` initialised, the ranks are it
 
 import torch as _torch  # its libraries must be loaded before ours
 
+from tessera import _built_with
+
+if _torch.__version__.partition("+")[0] != _built_with.TORCH:
+    # Libraries of C++ do not fit other versions, and say so by symbols that they miss, or not at all.
+    raise ImportError(
+        f"This tessera was built with torch {_built_with.TORCH}, but torch {_torch.__version__} is installed. Install torch=={_built_with.TORCH}, "
+        "or build tessera with the torch that you have: pip install --no-build-isolation . in its sources."
+    )
+
 from tessera import (
     _clip,
     _composites,

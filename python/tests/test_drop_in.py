@@ -513,3 +513,11 @@ def test_plain_tensors_in_lists():
         assert_full(product, (values(4, 4) + 1) ** 2)
     with pytest.raises(ValueError, match="plain tensor of shape"):
         torch._foreach_add([distributed, plain], 1)
+
+
+def test_another_torch_is_refused_at_import():
+    program = "import torch; torch.__version__ = '9.9.0+cpu'; import tessera"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ours = torch.__version__.partition("+")[0]
+    assert done.returncode == 1
+    assert f"ImportError: This tessera was built with torch {ours}, but torch 9.9.0+cpu" in done.stderr

@@ -75,7 +75,13 @@ def test_attention_of_column_major_results():
 def test_gradients_of_transposed_matrices():
     for mesh in meshes():
         full = values(4, 3, 3) + 2 * torch.eye(3)
-        for function in (torch.det, lambda x: torch.slogdet(x)[1], lambda x: torch.linalg.inv(x).sum((1, 2))):
+        full = full @ full.mT  # whose determinants have logarithms
+        for function in (
+            torch.det,
+            lambda x: torch.slogdet(x)[1],
+            torch.logdet,
+            lambda x: torch.linalg.inv(x).sum((1, 2)),
+        ):
             plain = full.clone().requires_grad_()
             function(plain.mT).sum().backward()
             for placements in placements_of(full, mesh, partial=False):
@@ -103,7 +109,12 @@ def test_local_tensors_that_are_transposed():
             plain = t.clone().requires_grad_()
             F.group_norm(plain, 5).square().sum().backward()
             assert_full(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
-        assert_full(F.pdist(x[0, :, :, 0]), F.pdist(t[0, :, :, 0]))
+        for y in (x, given):
+            a, plain = (each.detach()[0, :, :, 0].clone().requires_grad_() for each in (y, t))
+            for each in (a, plain):
+                F.pdist(each).square().sum().backward()
+            assert_full(F.pdist(a), F.pdist(plain))
+            assert_full(a.grad, plain.grad, atol=1e-4, rtol=1e-4)
         scores, target = (
             t.log_softmax(1),
             torch.randint(5, (3, 6, 4), generator=torch.Generator().manual_seed(0)),

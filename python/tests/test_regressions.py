@@ -763,6 +763,14 @@ def test_pooling_of_sequences_that_need_no_gradients(mode):
                 assert_full(F.max_pool1d(x, 3, padding=1), F.max_pool1d(full, 3, padding=1))
 
 
+def _samples(x, dims):
+    """Of batches and channels, where windows begin."""
+    full = torch.full((*x.shape[:2], dims) if dims == 2 else (1, x.shape[0], dims), 0.3)
+    return (
+        tessera.distribute_tensor(full, x.device_mesh, [Replicate()] * 2) if isinstance(x, DTensor) else full
+    )
+
+
 POOLING = {
     "max_pool1d": lambda x: F.max_pool1d(x[0], 2),
     "max_pool2d": lambda x: F.max_pool2d(x, 2),
@@ -779,6 +787,9 @@ POOLING = {
     "lp_pool1d": lambda x: F.lp_pool1d(x[0], 2, 2),
     "lp_pool2d": lambda x: F.lp_pool2d(x, 2, 2),
     "lp_pool3d": lambda x: F.lp_pool3d(x, 2, 2),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, 3, _random_samples=_samples(x, 2)),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x, 2, 2, _random_samples=_samples(x, 3)),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "local_response_norm": lambda x: F.local_response_norm(x, 2),
     "reflection_pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "replication_pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),

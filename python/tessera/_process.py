@@ -35,7 +35,7 @@ graph: Any = torch.autograd.graph
 mha: Any = torch.backends.mha
 module_hooks: Any = torch.nn.modules.module
 opt_einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
-optimizer_hooks: Any = torch.optim.optimizer
+optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]  # torch.optim has no such attribute
 parametrize: Any = torch.nn.utils.parametrize
 profiler: Any = torch.autograd.profiler
 
@@ -412,10 +412,17 @@ def _share_default_generator() -> None:
                 watch.enter()
                 try:
                     yield
-                finally:
-                    drawn = watch.exit()
+                except checkpoint._StopRecomputationError:  # all that backward needs is there
+                    check(watch.exit())
+                    raise
+                except BaseException:
+                    watch.exit()
+                    raise
+                check(watch.exit())
         finally:
             _of_thread.forks -= 1
+
+    def check(drawn: str) -> None:
         if drawn:
             raise RuntimeError(
                 f"Rank {_C.get_rank()} computed a forward again in backward (torch.utils.checkpoint), in which {drawn} draws plain random numbers. "

@@ -19,6 +19,7 @@ import torch.utils.deterministic
 from ranks import assert_full, on_ranks, values
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import tessera
@@ -251,10 +252,10 @@ SETTINGS = {
     ),
     "nnpack": (lambda value: torch._C._set_nnpack_enabled(value), torch._C._get_nnpack_enabled, False, True),
     "precision of mkldnn": (
-        lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
-        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+        lambda value: setattr(torch.backends.mkldnn.conv, "fp32_precision", value),
+        lambda: torch.backends.mkldnn.conv.fp32_precision,
         "ieee",
-        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.mkldnn.conv.fp32_precision,
     ),
     "fast path of attention": (
         lambda value: torch.backends.mha.set_fastpath_enabled(value),
@@ -600,7 +601,7 @@ def test_hooks_of_all_modules_are_of_the_rank_that_adds_them():
     torch.nn.Identity()(1)
     assert calls[3:] == ["after"]
     steps = []
-    handle = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
     tessera.run(2, lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)]).step())
     handle.remove()
     assert steps == [1, 1]

@@ -142,6 +142,7 @@ bench: build
 	  PYTHONPATH=$(BUILD)/python $(VENV)/bin/python bench/optimizer.py; \
 	  PYTHONPATH=$(BUILD)/python $(VENV)/bin/python bench/train.py --torch $(BUILD)/train_torch.txt; \
 	  $(BUILD)/bench/bench_dispatch --torch $(BUILD)/dispatch_torch.txt; else $(BUILD)/bench/bench_dispatch; fi
+	@python3 bench/instructions.py $(BUILD)/bench/bench_dispatch
 	@if [ -e $(BUILD)/train_torch.txt ]; then $(BUILD)/bench/bench_train --torch $(BUILD)/train_torch.txt; \
 	  else $(BUILD)/bench/bench_train; fi
 	@if [ -e $(BUILD)/python/tessera ]; then \

@@ -1,7 +1,7 @@
 """Prints what an operator call costs in instructions, which do not depend on what else the machine does: plain, and on a distributed tensor.
 
     python instructions.py build/bench/bench_dispatch
-    python instructions.py build/bench/bench_dispatch --only add --functions 30     the functions that it costs most in, besides
+    python instructions.py build/bench/bench_dispatch --only mm --functions 30     the functions that it costs most in, besides
 
 Needs valgrind. The cost of one call is the difference of two runs with different numbers of calls, so starting up does not count.
 """
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-OPERATORS = ("add", "mm", "relu", "view", "sum", "add_")
+OPERATORS = ("add",)  # a run under valgrind takes half a minute
 LIBRARIES = {
     "libtessera": "Tessera",
     "libtorch": "libtorch",

@@ -18,8 +18,10 @@ namespace {
 
 using Transport = c10::intrusive_ptr<c10d::Backend>;
 
-thread_local const Agreement* innermost = nullptr;
 thread_local uint64_t shared_error_count = 0;
+
+/// The innermost one of the calling thread, or null.
+const Agreement* innermost_agreement() { return ThreadScope<const Agreement*, Agreement>::current(); }
 
 /// What goes before the data of a rank, or beside it.
 struct Head {
@@ -119,9 +121,7 @@ std::vector<int64_t> members_of(const Group& group) {
 
 }  // namespace
 
-Agreement::Agreement(const char* call, Group group)
-    : group_(std::move(group)), asked_(call), outer_(innermost) {
-  innermost = this;
+Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), asked_(call), scope_(this) {
   if (group_ && group_->getSize() > 1) {
     backend_ = backend_for(group_);
     const std::string name = backend_->getBackendName();
@@ -134,13 +134,14 @@ Agreement::Agreement(const char* call, Group group)
   settled_ = way_ == Way::none;
 }
 
-Agreement::~Agreement() { innermost = outer_; }
+Agreement::~Agreement() = default;
 
 void Agreement::say(std::string text) {
   asked_ += '(';
   asked_ += text;
   asked_ += ')';
-  if (outer_ && !outer_->settled_ && outer_->group_ == group_) asked_ = outer_->asked_ + ": " + asked_;
+  const Agreement* const outer = scope_.outer();
+  if (outer && !outer->settled_ && outer->group_ == group_) asked_ = outer->asked_ + ": " + asked_;
 }
 
 void Agreement::refuse(const std::exception_ptr& error) {
@@ -155,10 +156,12 @@ void Agreement::refuse(const std::exception_ptr& error) {
 }
 
 const Agreement* Agreement::open(const Group& group) {
+  const Agreement* const innermost = innermost_agreement();
   return innermost && !innermost->settled_ && innermost->group_ == group ? innermost : nullptr;
 }
 
 Asked Agreement::asked(const c10d::Backend& backend) {
+  const Agreement* const innermost = innermost_agreement();
   if (!innermost) return {};
   if (innermost->backend_.get() == &backend) innermost->mark_settled();
   return {innermost->asked_, innermost->refusal_, innermost->kind_};
@@ -169,7 +172,7 @@ void Agreement::count_shared_error() { ++shared_error_count; }
 
 void Agreement::mark_settled() const {
   settled_ = true;
-  for (const Agreement* each = outer_; each && each->group_ == group_; each = each->outer_)
+  for (const Agreement* each = scope_.outer(); each && each->group_ == group_; each = each->scope_.outer())
     each->settled_ = true;
 }
 

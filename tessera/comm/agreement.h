@@ -4,6 +4,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/world.h>
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <cstdint>
 #include <exception>
@@ -82,8 +83,8 @@ class TESSERA_API Agreement {
   std::string asked_;
   std::string refusal_;
   ErrorKind kind_ = ErrorKind::none;
-  const Agreement* const outer_;
   mutable bool settled_ = false;
+  const ThreadScope<const Agreement*, Agreement> scope_;
 };
 
 /// Compares what the ranks of the group ask for in a call that moves nothing. See Agreement.

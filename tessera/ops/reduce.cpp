@@ -1,5 +1,7 @@
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/extremes.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
@@ -8,6 +10,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -354,3 +357,23 @@ Table reduce_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
+  const auto shape = C10_AS_INTARRAYREF_SLOW(sizes);
+  return replicated_tensor(at::eye(shape[0], shape[1], grad.options()), DTensor(grad).device_mesh()) * grad;
+}
+
+void register_reduce_composites(torch::Library& library) { library.impl("trace_backward", trace_backward); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_reduce_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_reduce_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

@@ -1,5 +1,7 @@
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan_cache.h>
@@ -7,7 +9,10 @@
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -360,3 +365,39 @@ Table view_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+/// By view, whose sizes are global; libtorch's way is to say the strides too, which no rank's memory has.
+at::Tensor reshape(const at::Tensor& self, c10::SymIntArrayRef sizes) {
+  const auto shape = at::infer_size(C10_AS_INTARRAYREF_SLOW(sizes), self.numel());
+  if (at::detail::computeStride(self.sizes(), self.strides(), c10::IntArrayRef(shape)))
+    return self.view(shape);
+  return at::_unsafe_view(self.clone(at::MemoryFormat::Contiguous), shape);
+}
+
+std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& indices_or_sections,
+                                     int64_t dim) {
+  // A scalar tensor or a list, which is checked there as ever.
+  const at::Tensor value = full_of(indices_or_sections.detach());
+  if (!DTensor::is_dtensor(self) || value.dim() > 1 || value.scalar_type() != at::kLong)
+    return at::tensor_split(full_of(self), value, dim);
+  const std::vector<int64_t> numbers = integers_of(value);
+  return value.dim() == 0 ? at::tensor_split(self, numbers[0], dim) : at::tensor_split(self, numbers, dim);
+}
+
+void register_view_composites(torch::Library& library) {
+  library.impl("reshape", reshape);
+  library.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_view_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_view_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

@@ -198,7 +198,7 @@ Cases nll() {
       .letters = {"nc,n,c?->,", "c,,c?->,", "nchw,nhw,c?->,"}, .contiguous = "c", .never_empty = true};
   const Pattern mean{.letters = {"..,..,..?->,"},
                      .never_empty = true,
-                     .if_sharded = Decomposition{{"sums of losses and weights"}, weighted_mean}};
+                     .if_sharded = Decomposition{{"nll_loss_forward", "div"}, weighted_mean}};
   return by_reduction(with(each, of_local_classes()), mean, with(sum, of_local_classes()));
 }
 

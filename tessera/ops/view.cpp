@@ -296,19 +296,23 @@ at::Tensor strided_of(const at::Tensor& base, const NamedArguments& a) {
 
 /// Operators that copy what a view shows, of the views of a table as far as libtorch has them ("squeeze.dim":
 /// "squeeze_copy.dim"), and of those that have their rule elsewhere.
-Entry copies(const Table& views) {
-  const std::string aten = "aten::";
-  std::vector<std::string> ops{"alias_copy", "detach_copy", "narrow_copy", "_reshape_copy"};
+Table copies(const Table& views) {
+  Table result;
+  const auto add = [&](const std::string& view, const std::string& overload) {
+    const std::string copy = view + "_copy" + (overload.empty() ? "" : "." + overload);
+    result.push_back({{copy}, composed({view, "clone"})});
+  };
+  for (const char* view : {"alias", "detach", "narrow"}) add(view, "");
+  result.push_back({{"_reshape_copy"}, composed({"reshape", "clone"})});
   for (const Entry& entry : views) {
-    for (const std::string& view : entry.ops) {
-      const size_t dot = view.find('.');
-      const c10::OperatorName copy(aten + view.substr(0, dot) + "_copy",
-                                   dot == std::string::npos ? "" : view.substr(dot + 1));
-      if (c10::Dispatcher::singleton().findSchema(copy))
-        ops.push_back(c10::toString(copy).substr(aten.size()));
+    for (const std::string& op : entry.ops) {
+      const size_t dot = op.find('.');
+      const std::string view = op.substr(0, dot),
+                        overload = dot == std::string::npos ? "" : op.substr(dot + 1);
+      if (c10::Dispatcher::singleton().findSchema({"aten::" + view + "_copy", overload})) add(view, overload);
     }
   }
-  return {std::move(ops), composed({"the view", "clone"})};
+  return result;
 }
 
 }  // namespace
@@ -360,7 +364,8 @@ Table view_rules() {
       {{"diagonal_backward"},
        DimMap{.added = {"dim1", "dim2"}, .last_dropped = 1, .sizes = "input_sizes", .linear = true}},
   };
-  views.push_back(copies(views));
+  const Table of_views = copies(views);
+  views.insert(views.end(), of_views.begin(), of_views.end());
   return views;
 }
 

@@ -110,7 +110,7 @@ void fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions
   std::vector<ShardUnit::Parameter> parameters;
   std::optional<ShardDims> dims;
   comm::together(
-      "fully_shard", mesh.is_member() ? mesh.get_joint_group() : Group(),
+      "fully_shard", mesh.joint_group_or_null(),
       [&] {
         TESSERA_CHECK(!ours.unit, "fully_shard: this ", module.name(), " is a unit already.");
         dims = ShardDims::of(mesh, options.dims);

@@ -126,12 +126,13 @@ Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), 
     backend_ = backend_for(group_);
     const std::string name = backend_->getBackendName();
     if (dynamic_cast<const CallBackend*>(backend_.get())) {
-      way_ = Way::posts;
+      comparison_ = Comparison::posts;
     } else if (name != "fake") {
-      way_ = name == "gloo" && device_for(group_).is_cpu() ? Way::heads : Way::all_gather;
+      comparison_ =
+          name == "gloo" && device_for(group_).is_cpu() ? Comparison::heads : Comparison::all_gather;
     }
   }
-  settled_ = way_ == Way::none;
+  settled_ = comparison_ == Comparison::none;
 }
 
 Agreement::~Agreement() = default;
@@ -151,7 +152,7 @@ void Agreement::refuse(const std::exception_ptr& error) {
     settle();
   } catch (const std::exception&) {  // says that this one refuses
   }
-  if (way_ != Way::none) count_shared_error();
+  if (comparison_ != Comparison::none) count_shared_error();
   std::rethrow_exception(error);
 }
 
@@ -177,18 +178,18 @@ void Agreement::mark_settled() const {
 }
 
 bool Agreement::can_exchange(const at::Tensor& tensor) const {
-  return way_ == Way::heads && tensor.device().is_cpu();
+  return comparison_ == Comparison::heads && tensor.device().is_cpu();
 }
 
 void Agreement::settle() const {
   if (settled_) return;
-  if (way_ == Way::posts) Pending(group_, backend_->barrier()).wait();
-  if (way_ == Way::heads) exchange({}, {});
-  if (way_ == Way::all_gather) compare_by_all_gather();
+  if (comparison_ == Comparison::posts) Pending(group_, backend_->barrier()).wait();
+  if (comparison_ == Comparison::heads) exchange({}, {});
+  if (comparison_ == Comparison::all_gather) compare_by_all_gather();
 }
 
 void Agreement::settle_before_data() const {
-  if (way_ != Way::posts) settle();
+  if (comparison_ != Comparison::posts) settle();
 }
 
 void Agreement::exchange(const Tensors& outputs, const Tensors& inputs) const {

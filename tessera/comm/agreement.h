@@ -70,7 +70,7 @@ class TESSERA_API Agreement {
   void mark_settled() const;
   void compare_by_all_gather() const;
 
-  enum class Way : uint8_t {
+  enum class Comparison : uint8_t {
     none,        // there is nobody to compare with
     posts,       // the backend compares calls, and this with them
     heads,       // beside the data
@@ -79,7 +79,7 @@ class TESSERA_API Agreement {
 
   const Group group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
-  Way way_ = Way::none;
+  Comparison comparison_ = Comparison::none;
   std::string asked_;
   std::string refusal_;
   ErrorKind kind_ = ErrorKind::none;

@@ -179,7 +179,7 @@ class PipelineRunner::Step {
     }
     inputs_hash_ = all[0];
     rule_ = all[1];
-    tells_ = inputs_hash_ != state_.known;
+    sends_metas_ = inputs_hash_ != state_.known;
     samples_.assign(all.begin() + 2, all.end());
   }
 
@@ -209,7 +209,8 @@ class PipelineRunner::Step {
   at::DeviceType device() const { return state_.mesh.device_type(); }
   Slot& slot(int64_t stage, int64_t microbatch) { return slots_[{stage, microbatch}]; }
 
-  /// What the first stage knows of the batch: a hash of its inputs' shapes, one of the rule by which it was split, and the samples of each micro-batch.
+  /// What the first stage knows of the batch: a hash of its inputs' shapes, one of the rule by which it was
+  /// split, and the samples of each micro-batch.
   std::vector<int64_t> heading() const {
     std::string inputs;
     for (const Tensors& each : batch_.inputs) inputs += list(metas_of(each)) + ";";
@@ -287,11 +288,11 @@ class PipelineRunner::Step {
     return inputs;
   }
 
-  /// Stages that were told something else would receive garbage.
+  /// Stages that expect something else would receive garbage.
   void remember_outputs(int64_t stage, int64_t microbatch, const TensorMetas& metas) {
     TensorMetas& known = state_.outputs[{stage, microbatch}];
-    TESSERA_CHECK_VALUE(tells_ || known == metas, "Stage ", stage, " of the pipeline returned ", list(metas),
-                        " for micro-batch ", microbatch, ", where it returned ", list(known),
+    TESSERA_CHECK_VALUE(sends_metas_ || known == metas, "Stage ", stage, " of the pipeline returned ",
+                        list(metas), " for micro-batch ", microbatch, ", where it returned ", list(known),
                         " before, for inputs of the same shapes. Shapes, dtypes and placements that stages "
                         "pass on may depend "
                         "on those of the inputs only.");
@@ -356,7 +357,7 @@ class PipelineRunner::Step {
   void send_outputs(int64_t stage, int64_t microbatch) {
     Tensors outputs = std::exchange(slot(stage, microbatch).outputs, {});
     const int64_t peer = state_.rank_of(stage + 1);
-    if (!tells_) return send(peer, std::move(outputs));
+    if (!sends_metas_) return send(peer, std::move(outputs));
     const at::Tensor text =
         as_bytes(to_bytes(state_.outputs.at({stage, microbatch}), state_.mesh, stage), device());
     outputs.insert(outputs.begin(), {at::scalar_tensor(text.numel(), at::kLong).to(device()), text});
@@ -381,7 +382,7 @@ class PipelineRunner::Step {
   void expect_inputs(int64_t stage, int64_t microbatch) {
     const int64_t peer = state_.rank_of(stage - 1);
     TensorMetas& metas = state_.inputs[{stage, microbatch}];
-    if (tells_) {
+    if (sends_metas_) {
       const at::Tensor size = at::empty({}, at::TensorOptions(at::kLong).device(device()));
       comm::recv(size, peer, state_.group).wait();
       const at::Tensor text =
@@ -425,7 +426,7 @@ class PipelineRunner::Step {
   std::map<int64_t, Sends> sends_;  // by receiver
   std::vector<int64_t> samples_;
   int64_t inputs_hash_ = 0, rule_ = 0;
-  bool tells_ = true;  // whether stages tell the next one what they send
+  bool sends_metas_ = true;  // whether stages send the next one the metas of what they send
   PipelineResult result_;
 };
 

@@ -263,7 +263,7 @@ TEST(ShardModule, GradientsCanBeClippedByValue) {
   });
 }
 
-TEST(ShardedGradients, AreOneTruthForTheWholeAndItsShards) {
+TEST(ShardedGradients, AreThoseOfTheTensorAndOfItsShards) {
   on_ranks(3, [](int64_t rank) {  // the last has no shard
     const ShardedTensor weight = ones(chunks(0, {0, 1, 0}), {6, 2}, {.requires_grad = true});
     const at::Tensor tensor = weight;

@@ -185,9 +185,9 @@ Monitor::Connections::Connection& Monitor::Connections::add(Socket socket, std::
   connection->socket = std::move(socket);
   connection->is_connecting = expected.has_value();
   connection->expected = expected;
-  connection->out = hello();
+  // Who is let in says hello first: the token is not given to whoever connects.
+  if (expected) connection->out = hello();
   all_.push_back(std::move(connection));
-  if (!expected) write_to(*all_.back());
   return *all_.back();
 }
 
@@ -256,6 +256,7 @@ void Monitor::Connections::take_hello(Connection& from, const std::string& bytes
   from.watch.emplace(hello.process);
   from.rank = hello.rank;
   to_come_.erase(hello.rank);
+  if (!from.expected) from.out += this->hello();
   const std::lock_guard lock(monitor_.mutex_);
   for (const News& news : monitor_.known_) from.out += framed(to_bytes(news));
   monitor_.connected_.insert(hello.rank);

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <numeric>
+#include <poll.h>
 #include <random>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -311,6 +312,35 @@ uint16_t port_of_first(Ranks& ranks) {
   uint16_t port = 0;
   std::memcpy(&port, bytes.data() + bytes.size() - sizeof port, sizeof port);
   return port;
+}
+
+/// What the monitor of rank 0 says to one who says `bytes` (nothing, if empty), until it closes or so long.
+std::string answer_to(Ranks& ranks, const std::string& bytes, milliseconds patience) {
+  const Socket socket = begin_connecting("127.0.0.1", port_of_first(ranks));
+  pollfd look{socket.descriptor(), POLLOUT, 0};
+  EXPECT_EQ(::poll(&look, 1, 5000), 1);
+  EXPECT_EQ(::send(socket.descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(bytes.size()));
+  std::string answer;
+  char buffer[4096];
+  look.events = POLLIN;
+  while (::poll(&look, 1, static_cast<int>(patience.count())) == 1) {
+    const ssize_t size = ::recv(socket.descriptor(), buffer, sizeof buffer, 0);
+    if (size <= 0) break;
+    answer.append(buffer, static_cast<size_t>(size));
+  }
+  return answer;
+}
+
+TEST(MonitorDoor, SaysNothingToWhoDoesNotKnowTheToken) {
+  Ranks ranks(2, {"secret", "secret"});
+  ranks.connect();
+  const std::string process = this_process();
+  EXPECT_EQ(answer_to(ranks, "", milliseconds(300)), "");
+  EXPECT_EQ(answer_to(ranks, "GET / HTTP/1.1\r\n\r\n", milliseconds(300)), "");
+  EXPECT_EQ(answer_to(ranks, framed(to_bytes(Hello{"guess!", 1, process})), kPatience), "");
+  EXPECT_THAT(answer_to(ranks, framed(to_bytes(Hello{"secret", 1, process})), milliseconds(300)),
+              HasSubstr("secret"));
 }
 
 TEST(MonitorDoor, SurvivesWhateverComesThrough) {

@@ -92,8 +92,10 @@ void Monitor::Connections::stop() {
 void Monitor::Connections::run() {
   std::optional<Clock::time_point> deadline;
   while (true) {
+    // Read before, so that what was to be said before the stop is in the outbox by now.
+    const bool is_stopping = is_stopping_;
     flush_outbox();
-    if (is_stopping_ && !deadline) deadline = Clock::now() + kGoodbyePatience;
+    if (is_stopping && !deadline) deadline = Clock::now() + kGoodbyePatience;
     if (deadline && (!has_unsent() || Clock::now() >= *deadline)) return part();
     wait_for_events(deadline);
     look_for_neighbours();

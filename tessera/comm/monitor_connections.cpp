@@ -243,7 +243,8 @@ void Monitor::Connections::take_news(Connection& from, const std::string& bytes)
   for (const auto& each : all_) {
     if (each->rank && each.get() != &from) each->out += message;
   }
-  deaths_.erase(news.of);
+  // Of other kinds, `of` may be the dead rank too: it had asked something.
+  if (news.kind == NewsKind::Died || news.kind == NewsKind::Left) deaths_.erase(news.of);
 }
 
 void Monitor::Connections::take_hello(Connection& from, const std::string& bytes) {

@@ -198,9 +198,15 @@ TEST(Process, ThatCannotBeSeenHasNotEnded) {
 // --- Monitors ----------------------------------------------------------------------------------------------
 
 struct Ranks {
-  explicit Ranks(int64_t size, const std::vector<std::string>& tokens = {}) {
+  /// `present`: those that there are; else all. `call`: what they are in.
+  explicit Ranks(int64_t size, const std::vector<std::string>& tokens = {}, std::vector<int64_t> present = {},
+                 const std::string& call = "all_reduce(), call 7 of group [0, 1]") {
     interrupted.resize(static_cast<size_t>(size));
-    for (int64_t rank = 0; rank < size; ++rank) {
+    if (present.empty()) {
+      present.resize(static_cast<size_t>(size));
+      std::iota(present.begin(), present.end(), 0);
+    }
+    for (const int64_t rank : present) {
       Monitor::Options options;
       options.rank = rank;
       options.size = size;
@@ -209,7 +215,7 @@ struct Ranks {
       options.token = tokens.empty() ? "" : tokens[rank];
       Monitor::Rank own;
       own.state = [rank] { return RankState{c10::str("at work ", rank), {}}; };
-      own.call_with = [](int64_t) { return "all_reduce(), call 7 of group [0, 1]"; };
+      own.call_with = [call](int64_t) { return call; };
       own.interrupt = [this, rank] { interrupted[rank] = std::make_unique<bool>(true); };
       all.push_back(std::make_unique<Monitor>(std::move(options), std::move(own)));
     }
@@ -365,6 +371,44 @@ TEST(MonitorDoor, SurvivesWhateverComesThrough) {
   ranks.all[2]->fail("rank 2 failed: for all to hear");
   for (const auto& each : ranks.all)
     EXPECT_EQ(each->wait_for_failure(kPatience), "rank 2 failed: for all to hear");
+}
+
+/// Plays the part of another rank towards the monitor of rank 0.
+struct Player {
+  Player(Ranks& ranks, int64_t rank, const std::string& process)
+      : socket(begin_connecting("127.0.0.1", port_of_first(ranks))) {
+    say(to_bytes(Hello{"", rank, process}));
+  }
+  void say(const std::string& message) const {
+    const std::string bytes = framed(message);
+    pollfd look{socket.descriptor(), POLLOUT, 0};
+    EXPECT_EQ(::poll(&look, 1, 5000), 1);
+    EXPECT_EQ(::send(socket.descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  Socket socket;
+};
+
+TEST(MonitorNews, OfOtherThingsDoesNotHideADeath) {
+  const Child child([] { ::_exit(3); });
+  Ranks ranks(3, {}, {0}, "");
+  std::optional<Player> dying(std::in_place, ranks, 1, child.process);
+  const Player other(ranks, 2, this_process());
+  ASSERT_TRUE(ranks.all[0]->connect({0, 1, 2}, kPatience));
+  child.end_now();
+  child.wait_for_end(ProcessWatch(child.process));
+  dying.reset();
+  // What the dead rank had asked comes on the long way, while its death waits for who knows more of it.
+  for (uint64_t number = 1; number < 20; ++number) {
+    News question;
+    question.kind = NewsKind::Ask;
+    question.by = question.of = 1;
+    question.number = number;
+    other.say(to_bytes(question));
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_THAT(ranks.all[0]->wait_for_failure(kPatience), HasSubstr("exited with code 3"));
+  ::waitpid(child.pid, nullptr, 0);
 }
 
 TEST(Sockets, ListenWhereTheyAreToldTo) {

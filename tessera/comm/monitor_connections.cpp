@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kCallPatience{100};
 /// How long the system may take to let go of a process whose connections are closed.
 constexpr milliseconds kEndPatience{300};
+/// How long after the end of a process what it said last may still be on its way.
+constexpr milliseconds kLastWordsPatience{100};
 /// How long the goodbye may take.
 constexpr milliseconds kGoodbyePatience{1000};
 
@@ -151,11 +153,15 @@ void Monitor::Connections::wait_for_events(const std::optional<TimePoint>& deadl
     const bool wants_out = each->is_connecting || !each->out.empty();
     events.push_back({each->socket.descriptor(), static_cast<short>(POLLIN | (wants_out ? POLLOUT : 0)), 0});
   }
+  const size_t connected = all_.size();
+  for (const auto& each : all_) {
+    const bool is_watched = each->watch && !each->over_at;
+    events.push_back({is_watched ? each->watch->descriptor() : -1, POLLIN, 0});
+  }
   ::poll(events.data(), events.size(), timeout_until(deadline));
   uint64_t count = 0;
   while (::read(wake_, &count, sizeof count) > 0) {
   }
-  const size_t connected = all_.size();
   if (events[1].revents) {
     while (Socket socket = accept_from(listener_)) add(std::move(socket), std::nullopt);
   }
@@ -167,6 +173,7 @@ void Monitor::Connections::wait_for_events(const std::optional<TimePoint>& deadl
       write_to(each);
     }
     if (what & (POLLIN | POLLHUP | POLLERR)) read_from(each);
+    if (events[i + 2 + connected].revents) notice_ended_process(each);
   }
   end_those_over();
 }
@@ -176,6 +183,9 @@ int Monitor::Connections::timeout_until(const std::optional<TimePoint>& deadline
   const auto consider = [&](Clock::time_point time) { next = next ? std::min(*next, time) : time; };
   if (!to_find_.empty() || !to_come_.empty()) consider(next_look_);
   for (const auto& [rank, death] : deaths_) consider(death.declare_at);
+  for (const auto& each : all_) {
+    if (each->over_at) consider(*each->over_at);
+  }
   if (has_failed_) consider(next_interrupt_);
   if (!next) return -1;
   const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
@@ -325,8 +335,16 @@ void Monitor::Connections::find_neighbours() {
   }
 }
 
+void Monitor::Connections::notice_ended_process(Connection& connection) {
+  connection.over_at = Clock::now() + kLastWordsPatience;
+}
+
 void Monitor::Connections::end_those_over() {
   for (const auto& each : all_) {
+    if (each->over_at && Clock::now() >= *each->over_at) {
+      read_from(*each);
+      each->is_over = true;
+    }
     if (!each->is_over) continue;
     const auto rank = each->rank ? each->rank : each->expected;
     if (!rank) continue;  // it never said who it was

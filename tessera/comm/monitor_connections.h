@@ -39,6 +39,7 @@ class Monitor::Connections {
     std::optional<ProcessWatch> watch;
     std::string in, out;
     bool is_over = false;
+    std::optional<TimePoint> over_at;  // then it is, whatever comes
   };
 
   void wake() const;
@@ -64,6 +65,8 @@ class Monitor::Connections {
   void watch_those_to_come();
   /// Looks in the store for neighbours that have not been found, and connects with them.
   void find_neighbours();
+  /// Whose process has ended, though nothing says so on the connection: its children may have it open.
+  static void notice_ended_process(Connection& connection);
   void end_those_over();
   /// The connection with a rank has ended, and it has not said goodbye.
   void notice_end(int64_t rank, Connection& connection);

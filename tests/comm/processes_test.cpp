@@ -192,6 +192,51 @@ TEST(ProcessWorld, OutlivesTheOneThatKeepsTheStore) {
   for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
 }
 
+/// Rank 1 has a child that has all of its connections open too, as workers that load data do, and is killed.
+RANK_BODY(killed_with_a_child) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(30);
+  options.backend = std::getenv("TESSERA_TEST_BACKEND");
+  const at::Tensor child = at::zeros({1}, at::kLong);
+  const std::string error = error_of([&] {
+    launch(
+        1,
+        [&] {
+          const auto group = current_world()->group();
+          if (get_rank() == 1) {
+            const pid_t pid = ::fork();
+            if (pid == 0) {
+              // The test waits until nobody can write to the output of rank 1.
+              ::close(STDOUT_FILENO);
+              ::close(STDERR_FILENO);
+              ::sleep(120);
+              ::_exit(0);
+            }
+            child.fill_(static_cast<int64_t>(pid));
+          }
+          comm::broadcast(child, 1, group).wait();
+          if (get_rank() == 1) raise(SIGKILL);
+          comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+        },
+        options);
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 (process "), HasSubstr("was killed by signal 9")));
+  const auto pid = static_cast<pid_t>(child.item<int64_t>());
+  ASSERT_GT(pid, 0);
+  if (is_rank(0)) EXPECT_EQ(::kill(pid, SIGKILL), 0) << "the child was to be alive, and hold the connections";
+}
+
+TEST(ProcessWorld, NoticesTheDeathOfOneWhoseChildrenLive) {
+  for (const char* backend : {"gloo", "shm"}) {
+    SCOPED_TRACE(backend);
+    support::SpawnOptions options;
+    options.environment = {{"TESSERA_TEST_BACKEND", backend}};
+    const auto results = spawn_ranks("killed_with_a_child", 3, options);
+    EXPECT_EQ(results[1].signal, SIGKILL);
+    for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+  }
+}
+
 RANK_BODY(killed_at_its_end) {
   const auto start = std::chrono::steady_clock::now();
   std::string error;

@@ -47,8 +47,7 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   /// Whether these ranks can share memory: see memory_host(). Waits until they have come.
   bool share_memory(c10::IntArrayRef ranks);
   /// As the function of that name, but ends when the world fails: a transport may wait for a member that has died.
-  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
-                                                 const BackendRequest& request) const;
+  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendRequest& request);
   /// What groups of gloo have in common; made at the first call.
   std::shared_ptr<GlooTransport> gloo();
   /// Whether this rank made the group: the world was given the others.

@@ -154,6 +154,7 @@ World::World(WorldOptions options)
                       " is not in a world of ", options_.size, " ranks.");
   TESSERA_CHECK_VALUE(options_.timeout.count() > 0, "The timeout must be positive, got ",
                       options_.timeout.count(), " ms.");
+  options_.timeout = std::min(options_.timeout, kLongestTimeout);
   TESSERA_CHECK_VALUE(!options_.dry_run || options_.backend == "fake",
                       "A dry run needs the backend \"fake\", got \"", options_.backend, "\".");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();

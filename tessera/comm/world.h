@@ -35,6 +35,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// The longest wait in Tessera unless the caller gives another timeout.
 inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
+/// Whoever gives a longer one waits so long: clocks cannot count to the end of milliseconds::max().
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
 struct WorldOptions {
   int64_t rank = 0;

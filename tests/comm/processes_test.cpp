@@ -6,7 +6,9 @@
 
 #include <arpa/inet.h>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <netinet/in.h>
 #include <signal.h>
 #include <stdexcept>
@@ -234,6 +236,76 @@ TEST(ProcessWorld, NoticesTheDeathOfOneWhoseChildrenLive) {
     const auto results = spawn_ranks("killed_with_a_child", 3, options);
     EXPECT_EQ(results[1].signal, SIGKILL);
     for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+  }
+}
+
+/// Rank 0, which keeps the store, is stopped: libtorch waits for a store's answer without a limit.
+RANK_BODY(keeper_of_the_store_stops) {
+  const std::string where = std::getenv("TESSERA_TEST_WHERE"), path = std::getenv("TESSERA_TEST_FILE");
+  const auto stop_first = [&](const std::string& here) {
+    if (where != here) return;
+    if (is_rank(0)) {
+      for (const char* other : {"1", "2"})
+        while (here != "start" && !std::ifstream(path + other).good())
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      std::ofstream(path) << ::getpid() << std::endl;
+      raise(SIGSTOP);
+    }
+    std::ofstream(path + std::getenv("RANK")) << "is here" << std::endl;
+    // Until it is stopped.
+    for (std::string state; state != "T"; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+      std::string pid, name;
+      std::ifstream(path) >> pid;
+      std::ifstream("/proc/" + pid + "/stat") >> pid >> name >> state;
+    }
+  };
+  const std::string error = error_of([&] {
+    if (is_rank(0) || where != "start") init_process_group("", std::chrono::seconds(3));
+    stop_first("start");
+    if (where == "start") init_process_group("", std::chrono::seconds(3));
+    stop_first("first group");
+    const auto group = current_world()->group();
+    comm::barrier(group).wait();
+    stop_first("next group");
+    const auto turned = current_world()->group({2, 1, 0}, at::kCPU);
+    comm::barrier(turned).wait();
+    stop_first("collective");
+    comm::all_reduce(at::ones({1000}), ReduceOp::SUM, turned).wait();
+  });
+  if (where == "start")
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("does not reach the store"), HasSubstr("did not answer within 3000 ms")));
+  else
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("gave up after 3000 ms"), HasSubstr("rank 0"), HasSubstr("does not answer")));
+  destroy_process_group();
+}
+
+TEST(ProcessWorld, DoesNotHangWhenTheOneThatKeepsTheStoreIsStopped) {
+  for (const char* where : {"start", "first group", "next group", "collective"}) {
+    for (const char* backend : {"gloo", "shm"}) {
+      SCOPED_TRACE(where + std::string(" on ") + backend);
+      auto options = without_agent();
+      const std::string path = ::testing::TempDir() + "tessera_stopped_" + std::to_string(::getpid());
+      options.environment.insert(options.environment.end(), {{"TESSERA_TEST_WHERE", where},
+                                                             {"TESSERA_TEST_FILE", path},
+                                                             {"TESSERA_BACKEND", backend},
+                                                             {"TESSERA_WAIT_REPORT_SECONDS", "1"}});
+      options.timeout = std::chrono::seconds(60);
+      std::thread waiter;
+      options.after_start = [&](const std::vector<pid_t>& pids) {
+        waiter = std::thread([pids] {
+          siginfo_t info{};
+          for (const int rank : {1, 2})
+            ::waitid(P_PID, static_cast<id_t>(pids[rank]), &info, WEXITED | WNOWAIT);
+          ::kill(pids[0], SIGKILL);
+        });
+      };
+      const auto results = spawn_ranks("keeper_of_the_store_stops", 3, options);
+      waiter.join();
+      for (const char* end : {"", "1", "2"}) std::remove((path + end).c_str());
+      for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+    }
   }
 }
 

@@ -130,8 +130,7 @@ bool Monitor::take(const News& news) {
         break;
       }
     }
-    if (news.kind == NewsKind::Left || news.kind == NewsKind::Died || news.kind == NewsKind::Failed)
-      known_.push_back(news);
+    if (news.kind != NewsKind::Ask && news.kind != NewsKind::Answer) known_.push_back(news);
     changed_.notify_all();
   }
   if (has_failed) rank_.interrupt();

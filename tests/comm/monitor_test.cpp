@@ -198,27 +198,31 @@ TEST(Process, ThatCannotBeSeenHasNotEnded) {
 // --- Monitors ----------------------------------------------------------------------------------------------
 
 struct Ranks {
-  /// `present`: those that there are; else all. `call`: what they are in.
-  explicit Ranks(int64_t size, const std::vector<std::string>& tokens = {}, std::vector<int64_t> present = {},
-                 const std::string& call = "all_reduce(), call 7 of group [0, 1]") {
+  /// `present`: those that there are at first; else all. `call`: what they are in.
+  explicit Ranks(int64_t size, std::vector<std::string> tokens = {}, std::vector<int64_t> present = {},
+                 std::string call = "all_reduce(), call 7 of group [0, 1]")
+      : tokens(std::move(tokens)), call(std::move(call)) {
     interrupted.resize(static_cast<size_t>(size));
-    if (present.empty()) {
-      present.resize(static_cast<size_t>(size));
-      std::iota(present.begin(), present.end(), 0);
-    }
-    for (const int64_t rank : present) {
-      Monitor::Options options;
-      options.rank = rank;
-      options.size = size;
-      options.store = store;
-      options.address = "127.0.0.1";
-      options.token = tokens.empty() ? "" : tokens[rank];
-      Monitor::Rank own;
-      own.state = [rank] { return RankState{c10::str("at work ", rank), {}}; };
-      own.call_with = [call](int64_t) { return call; };
-      own.interrupt = [this, rank] { interrupted[rank] = std::make_unique<bool>(true); };
-      all.push_back(std::make_unique<Monitor>(std::move(options), std::move(own)));
-    }
+    all.resize(static_cast<size_t>(size));
+    if (present.empty()) present = everyone();
+    for (const int64_t rank : present) add(rank);
+  }
+  void add(int64_t rank) {
+    Monitor::Options options;
+    options.rank = rank;
+    options.size = static_cast<int64_t>(all.size());
+    options.store = store;
+    options.address = "127.0.0.1";
+    options.token = tokens.empty() ? "" : tokens[rank];
+    Monitor::Rank own;
+    own.state = [rank] { return RankState{c10::str("at work ", rank), {}}; };
+    own.call_with = [this](int64_t) { return call; };
+    own.interrupt = [this, rank] { interrupted[rank] = std::make_unique<bool>(true); };
+    all[rank] = std::make_unique<Monitor>(std::move(options), std::move(own));
+  }
+  void leave_in_store(int64_t rank, const Presence& presence) const {
+    const std::string bytes = to_bytes(presence);
+    store->set(c10::str("rank/", rank), std::vector<uint8_t>(bytes.begin(), bytes.end()));
   }
   std::vector<int64_t> everyone() const {
     std::vector<int64_t> ranks(all.size());
@@ -229,6 +233,8 @@ struct Ranks {
     for (const auto& each : all) ASSERT_TRUE(each->connect(everyone(), kPatience));
   }
 
+  const std::vector<std::string> tokens;
+  const std::string call;
   std::vector<std::unique_ptr<bool>> interrupted;
   c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::unique_ptr<Monitor>> all;
@@ -302,6 +308,47 @@ TEST(MonitorNews, SurvivorsAgreeWhereToGoOn) {
       },
       ::testing::Throws<c10::Error>(
           ::testing::Property(&c10::Error::msg, HasSubstr("ranks [1] have not come"))));
+}
+
+TEST(MonitorNews, ThatSurvivorsAreReadyReachesWhoComesLate) {
+  Ranks ranks(3, {}, {0, 1});
+  std::vector<std::thread> callers;
+  std::vector<Survivors> survivors(3);
+  const auto call = [&](int64_t rank) {
+    callers.emplace_back(
+        [&, rank] { survivors[rank] = ranks.all[rank]->gather_survivors([] { return "here"; }, kPatience); });
+  };
+  call(0);
+  call(1);
+  std::this_thread::sleep_for(milliseconds(50));
+  ranks.add(2);
+  call(2);
+  for (auto& caller : callers) caller.join();
+  for (const auto& each : survivors) EXPECT_EQ(each.ranks, (std::vector<int64_t>{0, 1, 2}));
+}
+
+TEST(MonitorNews, ThatARankLeftBeforeItConnectedIsInTheStore) {
+  Ranks ranks(3, {}, {1});
+  // Below and above: one that it connects with, and one that connects with it. Their process lives.
+  for (const int64_t rank : {0, 2}) ranks.leave_in_store(rank, {this_process(), "", 0, ""});
+  EXPECT_TRUE(ranks.all[1]->connect({0, 1, 2}, kPatience));
+  EXPECT_EQ(ranks.all[1]->left({0, 1, 2}), (std::vector<int64_t>{0, 2}));
+  EXPECT_EQ(ranks.all[1]->failure(), "");
+}
+
+TEST(MonitorNews, ThatARankDiedBeforeItConnectedIsNoticed) {
+  for (const int64_t dead : {0, 2}) {
+    const Child child([] { ::_exit(3); });
+    Ranks ranks(3, {}, {1});
+    // Nobody listens there.
+    const uint16_t port = port_of(listen_on("127.0.0.1"));
+    ranks.leave_in_store(dead, {child.process, "127.0.0.1", port, ""});
+    EXPECT_EQ(ranks.all[1]->wait_for_failure(milliseconds(100)), "");
+    child.end_now();
+    EXPECT_THAT(ranks.all[1]->wait_for_failure(kPatience),
+                AllOf(HasSubstr(c10::str("rank ", dead, " (process ")), HasSubstr("exited with code 3")));
+    ::waitpid(child.pid, nullptr, 0);
+  }
 }
 
 TEST(MonitorDoor, IsClosedToWhoHasAnotherToken) {

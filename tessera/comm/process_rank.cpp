@@ -315,12 +315,12 @@ void ProcessRank::name_group(const Group& group, const std::vector<int64_t>& ran
 
 bool ProcessRank::made(const Group& group) { return group_store_of(group) != nullptr; }
 
-void ProcessRank::wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work) {
+void ProcessRank::wait_for(const c10::intrusive_ptr<c10d::Work>& work, BackendOf backend) {
   const auto monitor = this->monitor();
   if (!monitor) {
     work->wait();
   } else if (is_gloo_collective(*work)) {
-    wait_for_collective(*monitor, group, work);
+    wait_for_collective(*monitor, work, backend);
   } else {
     {
       const std::lock_guard lock(mutex_);
@@ -334,8 +334,8 @@ void ProcessRank::wait_for(const Group& group, const c10::intrusive_ptr<c10d::Wo
   }
 }
 
-void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group,
-                                      const c10::intrusive_ptr<c10d::Work>& work) const {
+void ProcessRank::wait_for_collective(const Monitor& monitor, const c10::intrusive_ptr<c10d::Work>& work,
+                                      BackendOf backend) {
   std::optional<Clock::time_point> end;  // from when on gloo is taken to have lost it
   while (true) {
     if (work->isCompleted()) {
@@ -351,7 +351,7 @@ void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group
     if (monitor.failure().empty()) continue;
     if (!end) end = Clock::now() + kInterruptPatience;
     if (Clock::now() < *end) continue;
-    do_for_at_most(milliseconds(0), [work, backend = group->getBackend(at::kCPU)] {
+    do_for_at_most(milliseconds(0), [work, backend = backend()] {
       try {
         work->wait();
       } catch (const std::exception&) {  // as is known

@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/FunctionRef.h>
+
 namespace tessera {
 
 /// What a rank that is a process has to do with faults: it watches the others, keeps a record of its own calls, and turns
@@ -61,8 +63,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   /// The backend's waits can be ended by its `abort`.
   void add_abortable(c10::intrusive_ptr<c10d::Backend> backend);
 
-  /// Waits for what a transport does on the group; throws if it fails, or the world does.
-  void wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work);
+  using BackendOf = c10::function_ref<c10::intrusive_ptr<c10d::Backend>()>;
+  /// Waits for what a transport does; throws if it fails, or the world does. `backend`: that of the transport.
+  void wait_for(const c10::intrusive_ptr<c10d::Work>& work, BackendOf backend);
 
   /// Throws what really happened, instead of what a transport threw in a call of the record on a group of these ranks, and
   /// sees to it that all ranks hear of it.
@@ -74,8 +77,8 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
 
  private:
   void interrupt();
-  void wait_for_collective(const Monitor& monitor, const Group& group,
-                           const c10::intrusive_ptr<c10d::Work>& work) const;
+  static void wait_for_collective(const Monitor& monitor, const c10::intrusive_ptr<c10d::Work>& work,
+                                  BackendOf backend);
 
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;

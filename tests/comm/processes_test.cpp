@@ -410,6 +410,30 @@ TEST(ProcessWorld, TheSuitePassesWithChecksOn) {
   expect_ok(spawn_ranks("suite", 2, options));
 }
 
+RANK_BODY(killed_while_others_compare) {
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::barrier(group).wait();
+          if (get_rank() == 1) raise(SIGKILL);
+          comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+        },
+        on_gloo());
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 (process "), HasSubstr("was killed by signal 9"),
+                           HasSubstr("all_reduce(Float[1000]), call 2 of group [0, 1, 2]")));
+}
+
+TEST(ProcessWorld, AKilledRankIsNamedWithChecksOn) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  const auto results = spawn_ranks("killed_while_others_compare", 3, options);
+  EXPECT_EQ(results[1].signal, SIGKILL);
+  for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
 /// Two hosts on one machine: a network namespace each, joined by a virtual cable.
 class TwoHosts {
  public:

@@ -4,16 +4,19 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include "tests/comm/collective_suite.h"
 #include "tests/support/ranks.h"
@@ -359,6 +362,42 @@ RANK_BODY(shm_sleeps) {
 }
 
 TEST(Shm, ARankThatSleepsIsNamedWithItsLastCollective) { expect_ok(spawn_ranks("shm_sleeps", 3)); }
+
+/// All threads get signals all the time, as a profiler sends them, and none of their system calls is restarted. Rank 2 comes late, so
+/// that the others wait for it while a group is made.
+RANK_BODY(shm_interrupted) {
+  struct sigaction action {};
+  action.sa_handler = [](int) {};
+  ASSERT_EQ(::sigaction(SIGUSR1, &action, nullptr), 0);
+  launch(
+      1,
+      [] {
+        comm::barrier(current_world()->group()).wait();
+        std::atomic<bool> is_over = false;
+        std::thread storm([&] {
+          const auto self = static_cast<pid_t>(::syscall(SYS_gettid));
+          while (!is_over) {
+            for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+              const pid_t thread = std::stoi(entry.path().filename());
+              if (thread != self) ::syscall(SYS_tgkill, ::getpid(), thread, SIGUSR1);
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          }
+        });
+        const auto calm = c10::make_scope_exit([&] {
+          is_over = true;
+          storm.join();
+        });
+        if (get_rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        const auto group = current_world()->group({1, 0, 2}, at::kCPU);
+        at::Tensor tensor = at::ones({1});
+        comm::all_reduce(tensor, ReduceOp::SUM, group).wait();
+        EXPECT_EQ(tensor.item<float>(), 3);
+      },
+      on_shm());
+}
+
+TEST(Shm, SignalsAreNoTimeout) { expect_ok(spawn_ranks("shm_interrupted", 3)); }
 
 /// The files that this process maps and has open which other processes could see.
 int64_t shared_memory() {

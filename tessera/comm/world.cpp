@@ -136,6 +136,12 @@ ProcessWorld& process_world() {
   return instance;
 }
 
+/// Throws if this process is a rank already. With the lock.
+void check_no_world() {
+  TESSERA_CHECK(!process_world().world, "This process already is rank ", process_world().world->rank(),
+                " of a world; call tessera::destroy_process_group() first.");
+}
+
 std::shared_ptr<World> find_world() {
   if (const auto& world = ThreadWorld::current()) return world;
   std::lock_guard lock(process_world().mutex);
@@ -360,6 +366,10 @@ WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(std::move(world)) 
 WorldScope::~WorldScope() = default;
 
 std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard lock(process_world().mutex);
+    check_no_world();
+  }
   const auto info = launch_info();
   TESSERA_CHECK(
       info,
@@ -375,10 +385,14 @@ std::shared_ptr<World> init_process_group(const std::string& backend, std::chron
 }
 
 std::shared_ptr<World> init_process_group(WorldOptions options) {
+  // Before it is made: who joins a world in vain is out of step with the others in the next.
+  {
+    const std::lock_guard lock(process_world().mutex);
+    check_no_world();
+  }
   auto world = std::make_shared<World>(std::move(options));
-  std::lock_guard lock(process_world().mutex);
-  TESSERA_CHECK(!process_world().world, "This process already is rank ", process_world().world->rank(),
-                " of a world; call tessera::destroy_process_group() first.");
+  const std::lock_guard lock(process_world().mutex);
+  check_no_world();
   process_world().world = world;
   return world;
 }

@@ -187,8 +187,9 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
   if (process_rank_) check_members(ranks, rank(), size());  // they are waited for
   GroupKey key{ranks.vec(), device,
                backend_name.empty() ? backend_for(*this, backends_, ranks, device) : backend_name, ""};
-  std::lock_guard lock(mutex_);
-  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+  if (Group known = find(key)) return known;
+  const std::lock_guard lock(making_);
+  if (Group known = find(key)) return known;
   check_members(ranks, rank(), size());
   if (options_.existing_group && backend_name.empty()) {
     const std::set<uint16_t> before = process_rank_ ? listening_ports() : std::set<uint16_t>();
@@ -200,8 +201,7 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
         if (const auto backend = given->getBackend(device); backend->getBackendName() == shm::kBackendName)
           process_rank_->add_abortable(backend);
       }
-      groups_.emplace(std::move(key), given);
-      return given;
+      return keep(std::move(key), given);
     }
   }
   return find_or_make(std::move(key));
@@ -210,12 +210,23 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
 Group World::group_for(const std::string& purpose) {
   const Blocking blocking;
   std::string backend = this->backend(c10::kCPU);
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(making_);
   return find_or_make({all_ranks(size()), c10::kCPU, std::move(backend), purpose});
 }
 
+Group World::find(const GroupKey& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = groups_.find(key);
+  return found == groups_.end() ? Group() : found->second;
+}
+
+Group World::keep(GroupKey key, Group group) {
+  const std::lock_guard lock(mutex_);
+  return groups_.emplace(std::move(key), std::move(group)).first->second;
+}
+
 Group World::find_or_make(GroupKey key) {
-  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+  if (Group known = find(key)) return known;
   const c10::IntArrayRef ranks = key.ranks;
   const c10::DeviceType device = key.device;
   BackendRequest request;
@@ -263,8 +274,7 @@ Group World::find_or_make(GroupKey key) {
   group->setGroupName(request.name);
   group->setGroupDesc("tessera");
   if (logs(LogLevel::debug, "comm")) write_log("comm", "group " + request.name, std::pair(rank(), size()));
-  groups_.emplace(std::move(key), group);
-  return group;
+  return keep(std::move(key), std::move(group));
 }
 
 Group World::group(c10::DeviceType device) { return group(all_ranks(size()), device); }

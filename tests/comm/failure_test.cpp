@@ -613,6 +613,21 @@ TEST(World, ChoosesBackendsByDevice) {
   EXPECT_EQ(plain.backend(at::kCUDA), "nccl");
 }
 
+TEST(World, CanBeAskedWhileItMakesAGroup) {
+  World* asked = nullptr;
+  std::future<std::string> name;
+  WorldOptions options{.rank = 0, .size = 2, .backend = "fake"};
+  // As Python's, which needs the GIL: who asks may hold it.
+  options.existing_group = [&](c10::IntArrayRef, c10::DeviceType) {
+    name = std::async(std::launch::async, [&] { return asked->name_of(Group()); });
+    EXPECT_EQ(name.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    return Group();
+  };
+  World world(std::move(options));
+  asked = &world;
+  EXPECT_EQ(world.group()->getSize(), 2);
+}
+
 TEST(World, TakesBackendsOfUsers) {
   std::atomic<int> made{0};
   register_backend("mine", [&](const BackendRequest& request) {

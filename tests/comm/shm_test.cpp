@@ -11,6 +11,8 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
@@ -362,6 +364,41 @@ RANK_BODY(shm_sleeps) {
 }
 
 TEST(Shm, ARankThatSleepsIsNamedWithItsLastCollective) { expect_ok(spawn_ranks("shm_sleeps", 3)); }
+
+/// Rank 1 has no memory for a message that it does not expect yet.
+RANK_BODY(shm_no_memory) {
+  constexpr int64_t kBytes = int64_t{4} << 30;
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::barrier(group).wait();
+          if (get_rank() == 1) {
+            int64_t pages = 0;
+            std::ifstream("/proc/self/statm") >> pages;
+            const auto limit = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + kBytes / 4);
+            const rlimit most{limit, limit};
+            ASSERT_EQ(::setrlimit(RLIMIT_AS, &most), 0);
+          }
+          comm::barrier(group).wait();
+          if (get_rank() == 0) {
+            // Of zeros that nobody has written, so that they take no memory.
+            void* zeros =
+                ::mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            ASSERT_NE(zeros, MAP_FAILED);
+            comm::send(at::from_blob(zeros, {kBytes}, at::kByte), 1, group).wait();
+          } else {
+            comm::recv(at::empty({1}), 0, group, /*tag=*/7).wait();
+          }
+        },
+        on_shm());
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 failed: it has no memory to keep send(Byte[4294967296]"),
+                           HasSubstr("of rank 0")));
+}
+
+TEST(Shm, AMessageThatCannotBeKeptIsAnErrorOnBothSides) { expect_ok(spawn_ranks("shm_no_memory", 2)); }
 
 /// All threads get signals all the time, as a profiler sends them, and none of their system calls is restarted. Rank 2 comes late, so
 /// that the others wait for it while a group is made.

@@ -80,9 +80,10 @@ uint64_t Collectives::post(CollectiveCall call, Milliseconds timeout,
   std::memcpy(shared.call.data(), mine.bytes.data(), std::min(mine.bytes.size(), PostedCall::kCallBytes));
   shared.has_data = share_data(mine.call, shared);
   const bool needs_only_this = shared.has_data && mine.bytes.size() <= PostedCall::kCallBytes;
+  // Before it is posted, as it may throw.
+  if (!needs_only_this || done_ + 1 < number) needs_help();
   posted_ = number;
   member_.reach(&MemberBlock::posted, number);
-  if (!needs_only_this || done_ + 1 < number) needs_help();
   return number;
 }
 

@@ -36,6 +36,12 @@ constexpr milliseconds kGoodbyePatience{1000};
 /// How long the others may take to close their ends. One that is stopped does not.
 constexpr milliseconds kPartingPatience{300};
 
+/// How long who has connected may take to say hello, and how many may be about to: others cannot use up the descriptors.
+constexpr milliseconds kHelloPatience{10000};
+constexpr int64_t kStrangers = 64;
+/// How long nobody is let in when no more can be, for want of descriptors; and nobody looked for, for want of threads.
+constexpr milliseconds kDoorPause{100};
+
 /// Between interruptions of what a failed world still waits for.
 constexpr milliseconds kInterruptPause{100};
 
@@ -152,7 +158,9 @@ void Monitor::Connections::flush_outbox() {
 }
 
 void Monitor::Connections::wait_for_events(const std::optional<TimePoint>& deadline) {
-  std::vector<pollfd> events{{wake_->descriptor(), POLLIN, 0}, {listener_.descriptor(), POLLIN, 0}};
+  const bool is_open = Clock::now() >= next_accept_;
+  std::vector<pollfd> events{{wake_->descriptor(), POLLIN, 0},
+                             {is_open ? listener_.descriptor() : -1, POLLIN, 0}};
   for (const auto& each : all_) {
     const bool wants_out = each->is_connecting || !each->out.empty();
     events.push_back({each->socket.descriptor(), static_cast<short>(POLLIN | (wants_out ? POLLOUT : 0)), 0});
@@ -166,9 +174,7 @@ void Monitor::Connections::wait_for_events(const std::optional<TimePoint>& deadl
   uint64_t count = 0;
   while (::read(wake_->descriptor(), &count, sizeof count) > 0) {
   }
-  if (events[1].revents) {
-    while (Socket socket = accept_from(listener_)) add(std::move(socket), std::nullopt);
-  }
+  if (events[1].revents) let_in();
   for (const auto i : c10::irange(connected)) {
     const short what = events[i + 2].revents;
     Connection& each = *all_[i];
@@ -182,6 +188,18 @@ void Monitor::Connections::wait_for_events(const std::optional<TimePoint>& deadl
   end_those_over();
 }
 
+void Monitor::Connections::let_in() {
+  while (Socket socket = accept_from(listener_))
+    add(std::move(socket), std::nullopt).over_at = Clock::now() + kHelloPatience;
+  if (errno != EAGAIN && errno != EWOULDBLOCK) next_accept_ = Clock::now() + kDoorPause;
+  const auto is_stranger = [](const auto& each) { return !each->rank && !each->expected && !each->is_over; };
+  auto left = std::count_if(all_.begin(), all_.end(), is_stranger);
+  // The oldest go first.
+  for (const auto& each : all_) {
+    if (left > kStrangers && is_stranger(each)) each->is_over = true, --left;
+  }
+}
+
 int Monitor::Connections::timeout_until(const std::optional<TimePoint>& deadline) const {
   std::optional<Clock::time_point> next = deadline;
   const auto consider = [&](Clock::time_point time) { next = next ? std::min(*next, time) : time; };
@@ -193,6 +211,7 @@ int Monitor::Connections::timeout_until(const std::optional<TimePoint>& deadline
     if (each->over_at) consider(*each->over_at);
   }
   if (has_failed_) consider(next_interrupt_);
+  if (next_accept_ > Clock::now()) consider(next_accept_);
   if (!next) return -1;
   const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
   return static_cast<int>(std::max<int64_t>(left, 0));
@@ -272,6 +291,7 @@ void Monitor::Connections::take_hello(Connection& from, const std::string& bytes
     from.is_over = true;
     return;
   }
+  from.over_at.reset();
   from.watch.emplace(hello.process);
   from.rank = hello.rank;
   to_come_.erase(hello.rank);
@@ -335,7 +355,8 @@ void Monitor::Connections::begin_look() {
       ring(*wake);
     });
   } catch (const std::exception&) {  // there are no threads left now
-    look_->is_over = true;
+    look_ = nullptr;
+    next_look_ = Clock::now() + kDoorPause;
   }
 }
 
@@ -385,14 +406,14 @@ void Monitor::Connections::end_those_over() {
     if (!each->is_over) continue;
     const auto rank = each->rank ? each->rank : each->expected;
     if (!rank) continue;  // it never said who it was
-    bool is_known = false;
-    {
-      const std::lock_guard lock(monitor_.mutex_);
-      is_known = monitor_.left_.count(*rank) > 0 || monitor_.dead_.count(*rank) > 0;
-    }
-    if (!is_known && !is_stopping_) notice_end(*rank, *each);
+    if (!is_known_gone(*rank) && !is_stopping_) notice_end(*rank, *each);
   }
   std::erase_if(all_, [](const auto& each) { return each->is_over; });
+}
+
+bool Monitor::Connections::is_known_gone(int64_t rank) const {
+  const std::lock_guard lock(monitor_.mutex_);
+  return monitor_.left_.count(rank) > 0 || monitor_.dead_.count(rank) > 0;
 }
 
 void Monitor::Connections::notice_end(int64_t rank, Connection& connection) {
@@ -433,7 +454,7 @@ void Monitor::Connections::declare_deaths() {
     news.of = death->first;
     news.text = death->second.text;
     death = deaths_.erase(death);
-    monitor_.send(std::move(news));
+    if (!is_known_gone(news.of)) monitor_.send(std::move(news));
   }
 }
 

@@ -65,6 +65,7 @@ class Monitor::Connections {
   void part();
   bool has_unsent() const;
   void flush_outbox();
+  void let_in();
   void wait_for_events(const std::optional<TimePoint>& deadline);
   /// Milliseconds until something has to be done by itself; -1: never.
   int timeout_until(const std::optional<TimePoint>& deadline) const;
@@ -87,6 +88,8 @@ class Monitor::Connections {
   /// Whose process has ended, though nothing says so on the connection: its children may have it open.
   static void notice_ended_process(Connection& connection);
   void end_those_over();
+  /// Whether this rank has heard that it left or died.
+  bool is_known_gone(int64_t rank) const;
   /// The connection with a rank has ended, and it has not said goodbye.
   void notice_end(int64_t rank, Connection& connection);
   void add_death(int64_t rank, ProcessWatch watch);
@@ -110,6 +113,7 @@ class Monitor::Connections {
   std::chrono::milliseconds look_pause_{1};
   TimePoint next_look_ = std::chrono::steady_clock::now();
   std::map<int64_t, Death> deaths_;
+  TimePoint next_accept_{};
   bool has_failed_ = false;
   TimePoint next_interrupt_;
 };

@@ -396,6 +396,19 @@ TEST(MonitorDoor, SaysNothingToWhoDoesNotKnowTheToken) {
               HasSubstr("secret"));
 }
 
+TEST(MonitorDoor, IsNotBlockedByWhoSaysNothing) {
+  Ranks ranks(2, {}, {0});
+  std::vector<Socket> silent;
+  for (int i = 0; i < 200; ++i) silent.push_back(begin_connecting("127.0.0.1", port_of_first(ranks)));
+  // The first ones make room.
+  pollfd look{silent[0].descriptor(), POLLIN, 0};
+  ASSERT_EQ(::poll(&look, 1, static_cast<int>(kPatience.count())), 1);
+  char byte = 0;
+  EXPECT_LE(::recv(silent[0].descriptor(), &byte, 1, 0), 0);
+  ranks.add(1);
+  ranks.connect();
+}
+
 TEST(MonitorDoor, SurvivesWhateverComesThrough) {
   Ranks ranks(3);
   ranks.connect();

@@ -91,22 +91,24 @@ void Collectives::finish_all_until(uint64_t number, Milliseconds timeout) {
   const auto what = [] {
     return c10::str("a collective posted ", kWindow, " before this one and not yet done");
   };
-  if (done_ < number) {
-    const std::lock_guard lock(executing_);
-    execute_until(number, timeout, what);
-  }
+  catch_up(number, timeout, what);
   member_.wait_for_all(&MemberBlock::done, number, timeout, what);
 }
 
 void Collectives::wait(uint64_t number, Milliseconds timeout, What what) {
-  if (done_ < number) {
-    const std::lock_guard lock(executing_);
-    execute_until(number, timeout, what);
-  }
+  catch_up(number, timeout, what);
   if (!has_failures_) return;
   const std::lock_guard lock(failing_);
   const auto failure = failures_.find(number);
   if (failure != failures_.end()) comm::throw_error(failure->second.kind, failure->second.text);
+}
+
+void Collectives::catch_up(uint64_t number, Milliseconds timeout, What what) {
+  if (done_ < number) {
+    const std::lock_guard lock(executing_);
+    execute_until(number, timeout, what);
+  }
+  if (missed_.load(std::memory_order_relaxed) && missed_.exchange(false)) member_.ring(me_, /*always=*/true);
 }
 
 bool Collectives::poll(uint64_t number) {
@@ -115,8 +117,11 @@ bool Collectives::poll(uint64_t number) {
 }
 
 void Collectives::help() {
-  const std::unique_lock lock(executing_, std::try_to_lock);
-  if (!lock) return;
+  std::unique_lock lock(executing_, std::try_to_lock);
+  if (!lock) {
+    missed_ = true;
+    if (!lock.try_lock()) return;
+  }
   try {
     while (!member_.is_interrupted() && done_ < posted_ &&
            member_.all_reached(&MemberBlock::posted, done_ + 1)) {

@@ -98,9 +98,11 @@ void Collectives::finish_all_until(uint64_t number, Milliseconds timeout) {
 void Collectives::wait(uint64_t number, Milliseconds timeout, What what) {
   catch_up(number, timeout, what);
   if (!has_failures_) return;
-  const std::lock_guard lock(failing_);
-  const auto failure = failures_.find(number);
-  if (failure != failures_.end()) comm::throw_error(failure->second.kind, failure->second.text);
+  std::unique_lock lock(failing_);
+  const auto failure = failures_.extract(number);  // its work keeps it
+  has_failures_ = !failures_.empty();
+  lock.unlock();
+  if (failure) comm::throw_error(failure.mapped().kind, failure.mapped().text);
 }
 
 void Collectives::catch_up(uint64_t number, Milliseconds timeout, What what) {

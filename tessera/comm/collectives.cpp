@@ -298,8 +298,22 @@ void wait_in_call(const c10::intrusive_ptr<c10d::Work>& work,
 }
 
 Pending::Pending(Pending&&) noexcept = default;
-Pending& Pending::operator=(Pending&&) noexcept = default;
-Pending::~Pending() = default;
+Pending& Pending::operator=(Pending&& other) noexcept {
+  if (this == &other) return *this;
+  forget();
+  group_ = std::move(other.group_);
+  work_ = std::move(other.work_);
+  finish_ = std::move(other.finish_);
+  rank_ = std::move(other.rank_);
+  members_ = std::move(other.members_);
+  call_ = other.call_;
+  return *this;
+}
+Pending::~Pending() { forget(); }
+
+void Pending::forget() noexcept {
+  if (work_ && rank_) rank_->record().end(call_);
+}
 
 void Pending::wait() {
   if (!work_) return;

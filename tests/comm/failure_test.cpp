@@ -604,6 +604,19 @@ TEST(World, RefusesGroupsThatMakeNoSense) {
   EXPECT_THAT(error_of([] { World(WorldOptions{.backend = "threads"}).group(); }), HasSubstr("tessera::run"));
 }
 
+TEST(World, TakesAnyTimeoutForLong) {
+  RunOptions options;
+  options.timeout = std::chrono::milliseconds::max();
+  const auto errors = errors_of(
+      2,
+      [](const Group& group) {
+        if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        comm::barrier(group).wait();
+      },
+      options);
+  EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
 TEST(World, ChoosesBackendsByDevice) {
   const World both(WorldOptions{.backend = "cpu:fake,cuda:nccl"});
   EXPECT_EQ(both.backend(at::kCPU), "fake");

@@ -416,6 +416,28 @@ TEST(ProcessWorld, TheSuitePassesWithChecksOn) {
   expect_ok(spawn_ranks("suite", 2, options));
 }
 
+/// Both drop a collective; then rank 1 does not come.
+RANK_BODY(dropped) {
+  RunOptions options = on_gloo();
+  options.timeout = std::chrono::seconds(3);
+  const std::string error = error_of([&] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          const at::Tensor tensor = at::ones({7});
+          { const auto dropped = comm::all_reduce(tensor, ReduceOp::SUM, group); }
+          comm::barrier(group).wait();
+          if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(6));
+          comm::barrier(group).wait();
+        },
+        options);
+  });
+  EXPECT_THAT(error, HasSubstr("rank 1 is in no collective; its last one, barrier(), call 2 of group"));
+}
+
+TEST(ProcessWorld, DoesNotWaitInACollectiveThatWasDropped) { expect_ok(spawn_ranks("dropped", 2)); }
+
 RANK_BODY(killed_while_others_compare) {
   const std::string error = error_of([] {
     launch(

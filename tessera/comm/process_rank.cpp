@@ -62,7 +62,7 @@ const c10d::TCPStore* tcp_store_in(const c10::intrusive_ptr<c10d::Store>& store)
   return dynamic_cast<c10d::TCPStore*>(prefix ? prefix->getUnderlyingNonPrefixStore().get() : store.get());
 }
 
-/// Where the first group that the world is given listens, which was made before: if this process listens on one port
+/// Where the first group over gloo that the world is given listens, which was made before: if this process listens on one port
 /// besides that of the store, it is that one. Of several, nobody can say which.
 std::set<uint16_t> ports_of_given_group(const WorldOptions& options) {
   if (!options.existing_group) return {};
@@ -205,7 +205,7 @@ ProcessRank::ProcessRank(const WorldOptions& options)
       timeout_(options.timeout),
       address_(own_address(options.store)),
       host_(memory_host()),
-      ports_(ports_of_given_group(options)),
+      earlier_ports_(ports_of_given_group(options)),
       shares_memory_{{rank_, true}} {
   Monitor::Options how;
   how.rank = rank_;
@@ -364,6 +364,7 @@ void ProcessRank::wait_for_collective(const Monitor& monitor, const c10::intrusi
 void ProcessRank::add_ports(const std::set<uint16_t>& ports) {
   const std::lock_guard lock(mutex_);
   ports_.insert(ports.begin(), ports.end());
+  ports_.insert(earlier_ports_.begin(), earlier_ports_.end());
 }
 
 void ProcessRank::add_abortable(c10::intrusive_ptr<c10d::Backend> backend) {

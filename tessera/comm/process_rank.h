@@ -58,7 +58,7 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   c10::intrusive_ptr<c10d::Store> store_for(const std::string& group, std::vector<int64_t> ranks,
                                             const std::string& purpose);
   void name_group(const Group& group, const std::vector<int64_t>& ranks, const std::string& name);
-  /// A group that the world was given has made these ports to listen on: connections there end if the world fails.
+  /// A group over gloo that the world was given has made these ports to listen on: connections there end if the world fails.
   void add_ports(const std::set<uint16_t>& ports);
   /// The backend's waits can be ended by its `abort`.
   void add_abortable(c10::intrusive_ptr<c10d::Backend> backend);
@@ -88,8 +88,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   mutable std::mutex mutex_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<GlooTransport> gloo_;
-  std::set<uint16_t> ports_;               // of groups that the world was given
-  std::map<int64_t, bool> shares_memory_;  // by rank: whether it can with this one
+  std::set<uint16_t> ports_;                // of groups over gloo that the world was given
+  const std::set<uint16_t> earlier_ports_;  // of the first such group, if there is one
+  std::map<int64_t, bool> shares_memory_;   // by rank: whether it can with this one
   std::vector<c10::intrusive_ptr<c10d::Backend>> abortable_;
   std::vector<c10d::Work*> waited_for_;  // those that can be aborted
   std::shared_ptr<Monitor> monitor_;

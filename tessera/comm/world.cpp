@@ -197,9 +197,11 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
       if (process_rank_) {
         std::set<uint16_t> added = listening_ports();
         for (const uint16_t port : before) added.erase(port);
-        process_rank_->add_ports(added);
-        if (const auto backend = given->getBackend(device); backend->getBackendName() == shm::kBackendName)
-          process_rank_->add_abortable(backend);
+        const auto backend = given->getBackend(device);
+        const std::string name = backend->getBackendName();
+        // Others listen nowhere: a port is that of a server of the user.
+        if (name == "gloo") process_rank_->add_ports(added);
+        if (name == shm::kBackendName) process_rank_->add_abortable(backend);
       }
       return keep(std::move(key), given);
     }

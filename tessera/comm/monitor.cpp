@@ -89,12 +89,10 @@ uint64_t Monitor::new_number() {
 void Monitor::send(News news) {
   news.by = options_.rank;
   if (news.number == 0) news.number = new_number();
-  take(news);
-  const std::lock_guard lock(mutex_);
-  connections_->enqueue(news);
+  take(news, /*is_own=*/true);
 }
 
-bool Monitor::take(const News& news) {
+bool Monitor::take(const News& news, bool is_own) {
   bool has_failed = false;
   {
     const std::lock_guard lock(mutex_);
@@ -131,6 +129,8 @@ bool Monitor::take(const News& news) {
       }
     }
     if (news.kind != NewsKind::Ask && news.kind != NewsKind::Answer) known_.push_back(news);
+    // Before anybody here hears of it: what they make of it goes after it.
+    if (is_own) connections_->enqueue(news);
     changed_.notify_all();
   }
   if (has_failed) rank_.interrupt();

@@ -96,8 +96,8 @@ class Monitor {
 
   uint64_t new_number();
   void send(News news);
-  /// What the rank makes of news, its own too. False if it has been seen.
-  bool take(const News& news);
+  /// What the rank makes of news, its own too, which it sends. False if it has been seen.
+  bool take(const News& news, bool is_own = false);
   /// By rank: its process, "" if it has not come. Without those of which nothing is known.
   std::map<int64_t, std::string> processes_of(const std::vector<int64_t>& ranks) const;
   /// With the lock.

@@ -382,6 +382,7 @@ class PipelineStage:
         self,
         forward: Callable[[list[torch.Tensor], int], Sequence[torch.Tensor]],
         reductions: Callable[[], Sequence[GradientReduction]],
+        parameters: Callable[[], Sequence[torch.Tensor]],
         stage_index: int,
         num_stages: int,
         mesh: DeviceMesh,
@@ -409,6 +410,7 @@ class PipelineRunner:
 
 def split_microbatches(batch: torch.Tensor, count: int) -> list[torch.Tensor]: ...
 def split_rule(batch: torch.Tensor, count: int) -> str: ...
+def check_shard_dim(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> None: ...
 def shard_parameter(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor: ...
 
 class ShardUnit:

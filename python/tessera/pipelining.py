@@ -62,7 +62,14 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.mesh = _mesh_of(group, torch.device(device).type if device is not None else "cpu")
-        self._stage = _C.PipelineStage(self._forward, self._reductions, stage_index, num_stages, self.mesh)
+        self._stage = _C.PipelineStage(
+            self._forward,
+            self._reductions,
+            lambda: list(submodule.parameters()),
+            stage_index,
+            num_stages,
+            self.mesh,
+        )
         self._structure: pytree.TreeSpec | None = None  # of the inputs of the first stage
         self._rest: list[Any] = []  # those of them that are no tensors
         self._kwargs: Sequence[Mapping[str, Any]] = ()  # of each micro-batch

@@ -46,7 +46,8 @@ void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& pl
   const bool all = tree.replace(handle, now, /*only_if_all=*/is_parameter);
   TESSERA_CHECK(
       all || !is_parameter, "distribute_parameter: ", what,
-      " is also kept elsewhere, where it would stay as it was: by a member of a module (register it once: "
+      " is also kept elsewhere, where it would stay as it was: by a module outside of this one (call this "
+      "for a module that has both), by a member of a module (register it once: "
       "tessera::register_members<M>(&M::member)), by an optimiser or a list of parameters (make them "
       "afterwards), or by a graph that is still alive.");
 }

@@ -8,7 +8,7 @@ BUILD ?= build$(OTHER)
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
 # Python that is formatted by ruff, besides being linted.
-PYTHON = . scripts/check_layers scripts/extract_examples scripts/check_public_headers
+PYTHON = . scripts/check_layers scripts/check_docs scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
 .PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel bench build lint tidy format docs pictures install \
@@ -40,7 +40,7 @@ help:
 	@echo 'make build     build everything into $(BUILD)/'
 	@echo 'make operators build, then write docs/operators.md from the sharding rules'
 	@echo 'make from-torch  build, then write docs/from_torch.md: what torch.distributed.tensor does otherwise'
-	@echo 'make lint      check formatting, Python (ruff), scripts and the order of the layers'
+	@echo 'make lint      check formatting, Python (ruff), scripts, the order of the layers, and the width and examples of the docs'
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
@@ -161,6 +161,7 @@ lint:
 	@clang-format --dry-run -Werror $(SOURCES)
 	@shellcheck $(SHELL_SCRIPTS)
 	@python3 scripts/check_layers
+	@python3 scripts/check_docs
 	@if [ -x $(VENV)/bin/ruff ]; then $(VENV)/bin/ruff check --quiet $(PYTHON) && $(VENV)/bin/ruff check --quiet --select I $(PYTHON) && \
 	  $(VENV)/bin/ruff format --quiet --check $(PYTHON); else echo 'There is no $(VENV), so Python is not linted.'; fi
 

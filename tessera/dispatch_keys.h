@@ -26,6 +26,8 @@ inline constexpr c10::DispatchKey kShardedTensorKey = c10::DispatchKey::Deferred
 /// that use a weight. Above autograd, autocast and the composition of operators. Reserved for libtorch's own
 /// unit tests: libtorch registers no kernel for it and makes no tensor with it. All operators that have no
 /// hooks fall through.
+/// A thread has it too while it makes a model on meta (OnMeta, tessera/nn): then factories of plain tensors reach us,
+/// which no tensor among their arguments would bring there.
 inline constexpr c10::DispatchKey kHooksKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 /// Of DTensors that are parameters of a unit of fully_shard: operators get the gathered parameter instead. Above

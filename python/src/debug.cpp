@@ -81,15 +81,15 @@ class StrictScope {
 };
 
 /// Where the program is, as a function of Python says it. Never destroyed: threads may outlive the interpreter.
-py::function& place_function() {
+py::function& location_function() {
   static auto& function = *new py::function;
   return function;
 }
 
-std::string place() {
+std::string location() {
   const py::gil_scoped_acquire acquire;
   try {
-    return place_function()().cast<std::string>();
+    return location_function()().cast<std::string>();
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("tessera");
     return "";
@@ -222,7 +222,7 @@ void bind_debug(py::module_& module) {
   py::class_<ImplicitMove>(module, "ImplicitMove")
       .def_readonly("call", &ImplicitMove::call)
       .def_readonly("what", &ImplicitMove::what)
-      .def_readonly("place", &ImplicitMove::place)
+      .def_readonly("location", &ImplicitMove::location)
       .def_readonly("calls", &ImplicitMove::calls)
       .def_readonly("bytes", &ImplicitMove::bytes);
   py::class_<ExplainScope>(module, "ExplainScope")
@@ -298,10 +298,10 @@ void bind_debug(py::module_& module) {
       },
       py::arg("tensor"), py::arg("placements"));
   module.def(
-      "set_place",
+      "set_location_function",
       [](py::function function) {
-        place_function() = std::move(function);
-        set_host_language({place, redistribute_code});
+        location_function() = std::move(function);
+        set_host_language({location, redistribute_code});
       },
       py::arg("function"));
 }

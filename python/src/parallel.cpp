@@ -147,6 +147,12 @@ std::shared_ptr<ShardUnit> make_unit(const std::vector<std::string>& names,
 
 void bind_shard_units(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "check_shard_dim",
+      [](const at::Tensor& tensor, const DeviceMesh& mesh, int64_t dim) {
+        shard_target(tensor, ShardDims::of(mesh), dim);
+      },
+      py::arg("tensor"), py::arg("mesh"), py::arg("dim"));
   module.def("shard_parameter", &shard_parameter, py::arg("tensor"), py::arg("mesh"), py::arg("dim"),
              Release());
   py::class_<ShardUnit, std::shared_ptr<ShardUnit>>(module, "ShardUnit")

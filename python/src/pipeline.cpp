@@ -101,15 +101,15 @@ void bind_tables(py::module_& module) {
 
 void bind_stages(py::module_& module) {
   py::class_<PipelineStage>(module, "PipelineStage")
-      .def(py::init([](py::function forward, py::function reductions, int64_t index, int64_t count,
-                       const DeviceMesh& mesh) {
+      .def(py::init([](py::function forward, py::function reductions, py::function parameters, int64_t index,
+                       int64_t count, const DeviceMesh& mesh) {
              return PipelineStage(
                  without_gil<Tensors, const Tensors&, int64_t>(std::move(forward)),
                  without_gil<std::vector<std::shared_ptr<GradientReduction>>>(std::move(reductions)), index,
-                 count, mesh);
+                 count, mesh, without_gil<Tensors>(std::move(parameters)));
            }),
-           py::arg("forward"), py::arg("reductions"), py::arg("stage_index"), py::arg("num_stages"),
-           py::arg("mesh"));
+           py::arg("forward"), py::arg("reductions"), py::arg("parameters"), py::arg("stage_index"),
+           py::arg("num_stages"), py::arg("mesh"));
   py::class_<PipelineBatch>(module, "PipelineBatch")
       .def(py::init<>())
       .def_readwrite("inputs", &PipelineBatch::inputs)

@@ -38,7 +38,7 @@ def implicit_replication() -> Iterator[None]:
         scope.exit()
 
 
-def _place() -> str:
+def _location() -> str:
     """Where the program is: the innermost line that is not in a library."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -46,7 +46,7 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-_C.set_place(_place)
+_C.set_location_function(_location)
 
 
 def _bytes(size: int | str) -> int:
@@ -70,7 +70,7 @@ class Strict(contextlib.AbstractContextManager["Strict"]):
             model(x)
         print(strict)
 
-    ``level``: "forbid"; "warn" warns once per place; "count", or "allow", says nothing. What it saw is in ``moves``. ``above``: look only at redistributions by which a rank receives more than that.
+    ``level``: "forbid"; "warn" warns once per line; "count", or "allow", says nothing. What it saw is in ``moves``. ``above``: look only at redistributions by which a rank receives more than that.
     ``mesh_dims``: only at what moves along these. ``local``: also at slices and other changes of placement that move nothing.
     :meth:`watch` does the same in each call of one module. Per thread; the innermost one counts. Without any, ``TESSERA_STRICT=1``
     (or "warn") in the environment does.
@@ -100,7 +100,7 @@ class Strict(contextlib.AbstractContextManager["Strict"]):
         moves = self._scopes().pop().exit()
         with self._lock:
             for move in moves:
-                key = (move.call, move.what, move.place)
+                key = (move.call, move.what, move.location)
                 calls, size = self._moves.get(key, (0, 0))
                 self._moves[key] = (calls + move.calls, size + move.bytes)
 
@@ -116,11 +116,11 @@ class Strict(contextlib.AbstractContextManager["Strict"]):
 
     @property
     def moves(self) -> list[dict[str, Any]]:
-        """What it saw, when the scope has ended: the call, what was about to happen, the place in the program,
+        """What it saw, when the scope has ended: the call, what was about to happen, the line of the program,
         how often, and the bytes that the busiest rank received."""
         return [
-            {"call": call, "what": what, "place": place, "calls": calls, "bytes": size}
-            for (call, what, place), (calls, size) in self._moves.items()
+            {"call": call, "what": what, "location": location, "calls": calls, "bytes": size}
+            for (call, what, location), (calls, size) in self._moves.items()
         ]
 
     @property
@@ -135,9 +135,12 @@ class Strict(contextlib.AbstractContextManager["Strict"]):
 
     def __str__(self) -> str:
         lines = [f"{self.calls} implicit moves, {self.bytes} bytes"]
-        for (call, what, place), (calls, size) in sorted(self._moves.items(), key=lambda each: -each[1][1]):
+        for (call, what, location), (calls, size) in sorted(
+            self._moves.items(), key=lambda each: -each[1][1]
+        ):
             lines.append(
-                f"  {calls} times, {size} bytes: {what}\n    {call}" + (f"\n    {place}" if place else "")
+                f"  {calls} times, {size} bytes: {what}\n    {call}"
+                + (f"\n    {location}" if location else "")
             )
         return "\n".join(lines)
 

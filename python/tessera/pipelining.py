@@ -9,7 +9,7 @@
     schedule.step(batch, target=targets, losses=losses)
 
 A schedule is a table of what each rank does, which is checked before it runs. Stages may pass on plain tensors, or distributed ones on
-other dims of the mesh; they tell each other what comes in the first step, so that no example inputs are needed.
+other dims of the mesh; they exchange shapes and dtypes in the first step, so that no example inputs are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class PipelineStage:
     ``submodule`` takes tensors and returns a tensor or a tuple of them. Stage ``s`` is on rank ``s % size`` of ``group``: a mesh of one dim
     such as ``mesh["pp"]``, or a process group; all ranks by default. Tensors that are distributed on other dims go to the next stage as they
     are, if ``group`` is a mesh dim of the same mesh. ``device``, ``input_args`` and ``output_args`` are there for code that was written
-    for PyTorch, and not needed: the mesh knows the device, and stages tell each other what they send.
+    for PyTorch, and not needed: the mesh knows the device, and stages exchange what they are going to send.
     """
 
     def __init__(
@@ -62,7 +62,14 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.mesh = _mesh_of(group, torch.device(device).type if device is not None else "cpu")
-        self._stage = _C.PipelineStage(self._forward, self._reductions, stage_index, num_stages, self.mesh)
+        self._stage = _C.PipelineStage(
+            self._forward,
+            self._reductions,
+            lambda: list(submodule.parameters()),
+            stage_index,
+            num_stages,
+            self.mesh,
+        )
         self._structure: pytree.TreeSpec | None = None  # of the inputs of the first stage
         self._rest: list[Any] = []  # those of them that are no tensors
         self._kwargs: Sequence[Mapping[str, Any]] = ()  # of each micro-batch

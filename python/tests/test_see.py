@@ -44,8 +44,8 @@ def test_strict_counts_by_place():
     assert strict.calls == 4 and len(strict.moves) == 2
     assert [move["calls"] for move in strict.moves] == [3, 1]
     assert strict.bytes == sum(move["bytes"] for move in strict.moves) > 0
-    places = [move["place"] for move in strict.moves]
-    assert all("test_see.py:" in place for place in places) and places[0] != places[1]
+    locations = [move["location"] for move in strict.moves]
+    assert all("test_see.py:" in location for location in locations) and locations[0] != locations[1]
     assert "3 times" in str(strict)
     with Strict(above="1 MiB"), Strict(mesh_dims=["tp"]):
         x + y
@@ -53,7 +53,7 @@ def test_strict_counts_by_place():
         x + y
 
 
-def test_strict_warns_once_per_place():
+def test_strict_warns_once_per_line():
     def main():
         x, y = operands(init_device_mesh("cpu", (2,)))
         with Strict("warn"):

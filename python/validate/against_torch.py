@@ -57,7 +57,7 @@ EXCEPTIONS = {
 Placements = tuple[Placement, ...]
 PARTLY: dict[str, tuple[str, Callable[["Call", Placements], bool]]] = {
     "aten::_to_copy": (
-        "a sum of rounded parts is not as exact as the sum rounded, sums of integers wrap around, and large ones wrap around to small ones",
+        "the sum of rounded partial values is not as exact as the rounded sum, sums of integers wrap around, and large ones wrap around to small ones",
         lambda call, placements: isinstance(placements[0], Partial),
     ),
     "aten::bucketize": (

@@ -67,19 +67,19 @@ PROGRAMS = {
         Program("x[x > 9].full_tensor().tolist()", "operators whose sizes depend on data give the global answer"),
         Program(
             "distribute_tensor(torch.ones(4), mesh, [Replicate()]).redistribute(mesh, [Partial()]).placements",
-            "each rank keeps its part of a sum",
+            "each rank keeps partial values of the sum",
         ),
         Program(
             "torch.nn.functional.embedding(distribute_tensor(torch.tensor([0, 1]), mesh, [Replicate()]), "
             "distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]), max_norm=1.0).shape",
-            "no operator is refused: at worst it is computed on replicas",
+            "no operator is refused: at worst it takes the replicated fallback",
         ),
         Program("x.tolist()[3]", "values that Python asks for are the global tensor's"),
     ],
     "Other results": [
         Program(
             "torch.fill_(DTensor.from_local(torch.zeros(2), mesh, [Partial()]), 8).full_tensor().tolist()",
-            "a tensor that is filled with 8 has the value 8, also if it is a sum of parts",
+            "a tensor that is filled with 8 has the value 8, also if it has partial values",
         ),
         Program(
             "DTensor.from_local(torch.tensor([float('nan') if rank else 5.0]), mesh, [Partial('max')]).nan_to_num().full_tensor().tolist()",

@@ -19,8 +19,10 @@ namespace {
 
 using Transport = c10::intrusive_ptr<c10d::Backend>;
 
-thread_local const Agreement* innermost = nullptr;
 thread_local uint64_t shared_error_count = 0;
+
+/// The innermost one of the calling thread, or null.
+const Agreement* innermost_agreement() { return ThreadScope<const Agreement*, Agreement>::current(); }
 
 /// What goes before the data of a rank, or beside it.
 struct Head {
@@ -120,28 +122,28 @@ std::vector<int64_t> members_of(const Group& group) {
 
 }  // namespace
 
-Agreement::Agreement(const char* call, Group group)
-    : group_(std::move(group)), asked_(call), outer_(innermost) {
-  innermost = this;
+Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), asked_(call), scope_(this) {
   if (group_ && group_->getSize() > 1) {
     backend_ = backend_for(group_);
     const std::string name = backend_->getBackendName();
     if (dynamic_cast<const CallBackend*>(backend_.get())) {
-      way_ = Way::posts;
+      comparison_ = Comparison::posts;
     } else if (name != "fake") {
-      way_ = name == "gloo" && device_for(group_).is_cpu() ? Way::heads : Way::all_gather;
+      comparison_ =
+          name == "gloo" && device_for(group_).is_cpu() ? Comparison::heads : Comparison::all_gather;
     }
   }
-  settled_ = way_ == Way::none;
+  settled_ = comparison_ == Comparison::none;
 }
 
-Agreement::~Agreement() { innermost = outer_; }
+Agreement::~Agreement() = default;
 
 void Agreement::say(std::string text) {
   asked_ += '(';
   asked_ += text;
   asked_ += ')';
-  if (outer_ && !outer_->settled_ && outer_->group_ == group_) asked_ = outer_->asked_ + ": " + asked_;
+  const Agreement* const outer = scope_.outer();
+  if (outer && !outer->settled_ && outer->group_ == group_) asked_ = outer->asked_ + ": " + asked_;
 }
 
 void Agreement::refuse(const std::exception_ptr& error) {
@@ -151,15 +153,17 @@ void Agreement::refuse(const std::exception_ptr& error) {
     settle();
   } catch (const std::exception&) {  // says that this one refuses
   }
-  if (way_ != Way::none) count_shared_error();
+  if (comparison_ != Comparison::none) count_shared_error();
   std::rethrow_exception(error);
 }
 
 const Agreement* Agreement::open(const Group& group) {
+  const Agreement* const innermost = innermost_agreement();
   return innermost && !innermost->settled_ && innermost->group_ == group ? innermost : nullptr;
 }
 
 Asked Agreement::asked(const c10d::Backend& backend) {
+  const Agreement* const innermost = innermost_agreement();
   if (!innermost) return {};
   if (innermost->backend_.get() == &backend) innermost->mark_settled();
   return {innermost->asked_, innermost->refusal_, innermost->kind_};
@@ -170,23 +174,23 @@ void Agreement::count_shared_error() { ++shared_error_count; }
 
 void Agreement::mark_settled() const {
   settled_ = true;
-  for (const Agreement* each = outer_; each && each->group_ == group_; each = each->outer_)
+  for (const Agreement* each = scope_.outer(); each && each->group_ == group_; each = each->scope_.outer())
     each->settled_ = true;
 }
 
 bool Agreement::can_exchange(const at::Tensor& tensor) const {
-  return way_ == Way::heads && tensor.device().is_cpu();
+  return comparison_ == Comparison::heads && tensor.device().is_cpu();
 }
 
 void Agreement::settle() const {
   if (settled_) return;
-  if (way_ == Way::posts) Pending(group_, backend_->barrier()).wait();
-  if (way_ == Way::heads) exchange({}, {});
-  if (way_ == Way::all_gather) compare_by_all_gather();
+  if (comparison_ == Comparison::posts) Pending(group_, backend_->barrier()).wait();
+  if (comparison_ == Comparison::heads) exchange({}, {});
+  if (comparison_ == Comparison::all_gather) compare_by_all_gather();
 }
 
 void Agreement::settle_before_data() const {
-  if (way_ != Way::posts) settle();
+  if (comparison_ != Comparison::posts) settle();
 }
 
 void Agreement::exchange(const Tensors& outputs, const Tensors& inputs) const {

@@ -4,6 +4,7 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/world.h>
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <cstdint>
 #include <exception>
@@ -69,7 +70,7 @@ class TESSERA_API Agreement {
   void mark_settled() const;
   void compare_by_all_gather() const;
 
-  enum class Way : uint8_t {
+  enum class Comparison : uint8_t {
     none,        // there is nobody to compare with
     posts,       // the backend compares calls, and this with them
     heads,       // beside the data
@@ -78,12 +79,12 @@ class TESSERA_API Agreement {
 
   const Group group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
-  Way way_ = Way::none;
+  Comparison comparison_ = Comparison::none;
   std::string asked_;
   std::string refusal_;
   ErrorKind kind_ = ErrorKind::none;
-  const Agreement* const outer_;
   mutable bool settled_ = false;
+  const ThreadScope<const Agreement*, Agreement> scope_;
 };
 
 /// Compares what the ranks of the group ask for in a call that moves nothing. See Agreement.

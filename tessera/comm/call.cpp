@@ -3,7 +3,6 @@
 #include <tessera/error.h>
 
 #include <algorithm>
-#include <numeric>
 #include <sstream>
 
 #include <ATen/ops/empty.h>
@@ -454,14 +453,21 @@ void CallBuilder::split(const at::Tensor& tensor, const Buffer& all, at::IntArra
     TESSERA_CHECK_VALUE(rows % count == 0, "all_to_all: the ", side, " of shape ", tensor.sizes(),
                         " cannot be split evenly among ", count, " ranks; give split sizes.");
   } else {
-    const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    TESSERA_CHECK_VALUE(std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }),
+                        "all_to_all: ", side, " split sizes ", sizes, " contain a negative one.");
+    int64_t total = 0;
+    for (const int64_t size : sizes) {
+      TESSERA_CHECK_VALUE(size <= rows - total, "all_to_all: the ", side, " split sizes ", sizes,
+                          " make more than the ", rows, " rows of the ", side, ", which has shape ",
+                          tensor.sizes(), ".");
+      total += size;
+    }
     TESSERA_CHECK_VALUE(total == rows, "all_to_all: the ", side, " split sizes ", sizes, " make ", total,
                         ", but the ", side, " has shape ", tensor.sizes(), ".");
   }
   int64_t offset = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t size = sizes.empty() ? rows / count : sizes[i];
-    TESSERA_CHECK_VALUE(size >= 0, "all_to_all: ", side, " split sizes ", sizes, " contain a negative one.");
     Buffer part = all;
     part.elements = size * row;
     if (part.data) part.data += offset * row * static_cast<int64_t>(c10::elementSize(all.dtype));

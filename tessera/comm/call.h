@@ -98,9 +98,9 @@ struct CollectivePlan {
 };
 
 /// Makes `result` the plan that carries out the calls of all ranks of a group; calls[i] is member i's.
-/// Throws if ranks asked for different things, one refuses, or they do not match: another collective, dtype, shape, root or reduction, or a part whose sender
-/// and receiver disagree on its size. The error shows both sides, and names member i by its world rank
-/// `members[i]`.
+/// Throws if ranks asked for different things, one refuses, or they do not match: another collective, dtype,
+/// shape, root or reduction, or a part whose sender and receiver disagree on its size. The error shows both
+/// sides, and names member i by its world rank `members[i]`.
 void make_plan(std::span<const CollectiveCall> calls, std::span<const int64_t> members,
                CollectivePlan& result);
 

@@ -35,7 +35,8 @@ RankState state_from_bytes(std::string_view bytes);
 /// that are threads need none, as they see each other. Safe to use from several threads.
 class CallRecord {
  public:
-  /// Notes a call on a group of these ranks, which messages call `label`. `tensor` is what it is about, or null. `name` is a literal.
+  /// Notes a call on a group of these ranks, which messages call `label`. `tensor` is what it is about, or
+  /// null. `name` is a literal.
   uint64_t begin(const char* name, const at::Tensor* tensor, const Group& group,
                  const std::vector<int64_t>& ranks, const std::string& label);
   /// Another part of the call has begun: it ends when all have.

@@ -4,6 +4,7 @@
 #include <tessera/comm/call_bytes.h>
 #include <tessera/comm/called.h>
 #include <tessera/comm/checked.h>
+#include <tessera/comm/posting.h>
 #include <tessera/comm/waits.h>
 #include <tessera/comm/within.h>
 #include <tessera/error.h>
@@ -97,7 +98,7 @@ class CheckedBackend final : public CallBackend {
     const Wait wait(ranks_[getRank()], [this] {
       return c10::str("to compare its next collective with those of ranks ", c10::IntArrayRef(ranks_));
     });
-    inner_->_allgather_base(output, input)->wait();
+    comm::wait_in_call(inner_->_allgather_base(output, input), inner_);
     return output.cpu().view({getSize(), count});
   }
 

@@ -200,7 +200,7 @@ class Observed {
  public:
   template <class Given, class Got>
   Observed(const char* name, const Given& given, const Got& got, const Group& group)
-      : name_(name), tensor_(first_of(given)) {
+      : name_(name), tensor_(first_of(given)), group_(group) {
     SpanObserver* const spans = SpanObserver::innermost();
     if (scope_.outer() || (!Observer::innermost() && !spans)) [[likely]]
       return;
@@ -215,6 +215,7 @@ class Observed {
   const char* name() const { return name_; }
   /// What it is about, or null.
   const at::Tensor* tensor() const { return tensor_; }
+  const Group& group() const { return group_; }
   /// In the record of a rank that is a process: a call may be made of several.
   mutable uint64_t recorded = 0;
 
@@ -222,6 +223,7 @@ class Observed {
   using Scope = ThreadScope<const Observed*, Observed>;
   const char* const name_;
   const at::Tensor* const tensor_;
+  const Group& group_;
   const Scope scope_{Scope::current() ? Scope::current() : this};
   std::optional<Span> span_;
 };
@@ -229,6 +231,20 @@ class Observed {
 /// Whether it is the error of calls that do not fit together, which all ranks have, and not one of the transport.
 bool is_of_calls(const std::exception& error, const Group& group) {
   return !dynamic_cast<const PeerError*>(&error) && takes_all(default_backend(group));
+}
+
+/// A call of the rank on this group begins, or another part of the call that the calling thread is in: its number in the record.
+uint64_t begin_in_record(const ProcessRank::Maker& maker, const Group& group) {
+  CallRecord& record = maker.rank->record();
+  const Observed* call = Observed::outermost();
+  if (call && call->recorded) {
+    record.join(call->recorded);
+    return call->recorded;
+  }
+  const uint64_t id = record.begin(call ? call->name() : "collective", call ? call->tensor() : nullptr, group,
+                                   maker.members, maker.label);
+  if (call) call->recorded = id;
+  return id;
 }
 
 CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Content::sizes); }
@@ -240,20 +256,12 @@ Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function
   const Span span(SpanKind::posted, "posted", work_.get());
   if (!work_ || !is_of_processes(group_)) return;
   auto maker = ProcessRank::maker_of(group_);
+  if (!maker.rank) return;
+  call_ = begin_in_record(maker, group_);
   rank_ = std::move(maker.rank);
   members_ = std::move(maker.members);
-  if (!rank_) return;
-  CallRecord& record = rank_->record();
-  const Observed* call = Observed::outermost();
-  if (call && call->recorded) {
-    call_ = call->recorded;
-    record.join(call_);
-    return;
-  }
-  call_ = record.begin(call ? call->name() : "collective", call ? call->tensor() : nullptr, group_, members_,
-                       maker.label);
-  if (call) call->recorded = call_;
 }
+
 c10::intrusive_ptr<c10d::Work> post_message(const Group& group,
                                             c10::function_ref<c10::intrusive_ptr<c10d::Work>()> post) {
   try {
@@ -271,9 +279,41 @@ c10::intrusive_ptr<c10d::Work> post_message(const Group& group,
   }
 }
 
+void wait_in_call(const c10::intrusive_ptr<c10d::Work>& work,
+                  const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const Observed* call = Observed::outermost();
+  const auto maker =
+      call && is_of_processes(call->group()) ? ProcessRank::maker_of(call->group()) : ProcessRank::Maker();
+  if (!maker.rank) {
+    work->wait();
+    return;
+  }
+  const uint64_t id = begin_in_record(maker, call->group());
+  try {
+    maker.rank->wait_for(work, [&] { return backend; });
+  } catch (const std::exception&) {
+    maker.rank->rethrow(std::current_exception(), id, maker.members);
+  }
+  maker.rank->record().end(id);
+}
+
 Pending::Pending(Pending&&) noexcept = default;
-Pending& Pending::operator=(Pending&&) noexcept = default;
-Pending::~Pending() = default;
+Pending& Pending::operator=(Pending&& other) noexcept {
+  if (this == &other) return *this;
+  forget();
+  group_ = std::move(other.group_);
+  work_ = std::move(other.work_);
+  finish_ = std::move(other.finish_);
+  rank_ = std::move(other.rank_);
+  members_ = std::move(other.members_);
+  call_ = other.call_;
+  return *this;
+}
+Pending::~Pending() { forget(); }
+
+void Pending::forget() noexcept {
+  if (work_ && rank_) rank_->record().end(call_);
+}
 
 void Pending::wait() {
   if (!work_) return;
@@ -293,7 +333,7 @@ void Pending::wait() {
             return monitor ? ". Of the ranks of its group:" + monitor->ask(members, std::chrono::seconds(1))
                            : "";
           });
-      rank_->wait_for(group_, work);
+      rank_->wait_for(work, [this] { return group_->getBackend(at::kCPU); });
     }
   } catch (const std::exception& error) {
     Agreement::count_shared_error();

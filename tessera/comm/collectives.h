@@ -34,6 +34,9 @@ class TESSERA_API Pending {
   void wait();
 
  private:
+  /// Nobody will wait for it: the rank is not in that call any more.
+  void forget() noexcept;
+
   Group group_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;

@@ -1,8 +1,11 @@
 #include <tessera/comm/environment.h>
+#include <tessera/comm/left_alone.h>
 #include <tessera/comm/sockets.h>
 #include <tessera/comm/store.h>
+#include <tessera/comm/world.h>
 #include <tessera/error.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <limits>
@@ -121,6 +124,7 @@ std::string first_slurm_host(const std::string& node_list) {
 }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chrono::milliseconds timeout) {
+  timeout = std::min(timeout, kLongestTimeout);
   if (info.rank == 0 && !info.agent_store)
     return listen_for_store(address_towards(info.master_address), info.master_port, timeout);
   c10d::TCPStoreOptions options;
@@ -128,16 +132,23 @@ c10::intrusive_ptr<c10d::Store> connect_store(const LaunchInfo& info, std::chron
   options.timeout = timeout;
   options.waitWorkers = false;
   c10::intrusive_ptr<c10d::Store> store;
+  std::string why = c10::str("It did not answer within ", timeout.count(), " ms.");
   try {
-    store = c10::make_intrusive<c10d::TCPStore>(info.master_address, options);
+    // It looks for the store so long itself, but then waits for an answer without a limit.
+    constexpr std::chrono::milliseconds kMore(1000);
+    const auto found = ask_for_at_most(timeout + kMore, [host = info.master_address, options] {
+      return c10::make_intrusive<c10d::TCPStore>(host, options);
+    });
+    if (found) store = *found;
   } catch (const std::exception& error) {
-    TESSERA_CHECK(
-        false, "Rank ", info.rank, " does not reach the store, which ",
-        info.agent_store ? "torchrun" : "rank 0", " keeps at ", info.master_address, ", port ",
-        info.master_port, ". Check that ", info.agent_store ? "it" : "rank 0",
-        " runs, and that MASTER_ADDR and MASTER_PORT are the same for all ranks and reachable from here.\n",
-        error.what());
+    why = error.what();
   }
+  TESSERA_CHECK(
+      store, "Rank ", info.rank, " does not reach the store, which ",
+      info.agent_store ? "torchrun" : "rank 0", " keeps at ", info.master_address, ", port ",
+      info.master_port, ". Check that ", info.agent_store ? "it" : "rank 0",
+      " runs, and that MASTER_ADDR and MASTER_PORT are the same for all ranks and reachable from here.\n",
+      why);
   if (!info.agent_store) return store;
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("/worker/attempt_", info.attempt), store);
 }

@@ -1,3 +1,4 @@
+#include <tessera/comm/left_alone.h>
 #include <tessera/comm/monitor.h>
 #include <tessera/comm/monitor_connections.h>
 #include <tessera/error.h>
@@ -13,6 +14,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+
+/// "rank 0 (process 4242 on node7)".
+std::string name_of(int64_t rank, const std::map<int64_t, std::string>& processes) {
+  const auto process = processes.find(rank);
+  const bool is_known = process != processes.end() && !process->second.empty();
+  return is_known ? c10::str("rank ", rank, " (", describe_process(process->second), ")")
+                  : c10::str("rank ", rank);
+}
 
 }  // namespace
 
@@ -46,7 +55,8 @@ std::string first_difference(const std::map<int64_t, RankState>& states) {
 Monitor::Monitor(Options options, Rank rank)
     : options_(std::move(options)),
       rank_(std::move(rank)),
-      connections_(std::make_unique<Connections>(*this)) {
+      connections_(std::make_unique<Connections>(*this)),
+      connected_{{options_.rank, this_process()}} {
   thread_ = std::thread([this] { connections_->run(); });
 }
 
@@ -79,12 +89,10 @@ uint64_t Monitor::new_number() {
 void Monitor::send(News news) {
   news.by = options_.rank;
   if (news.number == 0) news.number = new_number();
-  take(news);
-  const std::lock_guard lock(mutex_);
-  connections_->enqueue(news);
+  take(news, /*is_own=*/true);
 }
 
-bool Monitor::take(const News& news) {
+bool Monitor::take(const News& news, bool is_own) {
   bool has_failed = false;
   {
     const std::lock_guard lock(mutex_);
@@ -120,8 +128,9 @@ bool Monitor::take(const News& news) {
         break;
       }
     }
-    if (news.kind == NewsKind::Left || news.kind == NewsKind::Died || news.kind == NewsKind::Failed)
-      known_.push_back(news);
+    if (news.kind != NewsKind::Ask && news.kind != NewsKind::Answer) known_.push_back(news);
+    // Before anybody here hears of it: what they make of it goes after it.
+    if (is_own) connections_->enqueue(news);
     changed_.notify_all();
   }
   if (has_failed) rank_.interrupt();
@@ -184,28 +193,47 @@ std::vector<int64_t> Monitor::left(const std::vector<int64_t>& ranks) const {
   return result;
 }
 
-std::string Monitor::name_of(int64_t rank) const {
-  try {
-    if (const auto presence = find_presence(*options_.store, rank))
-      return c10::str("rank ", rank, " (", describe_process(presence->process), ")");
-  } catch (const std::exception&) {  // the store went with the rank that kept it
+std::map<int64_t, std::string> Monitor::processes_of(const std::vector<int64_t>& ranks) const {
+  std::map<int64_t, std::string> result;
+  std::vector<int64_t> unknown;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int64_t rank : ranks) {
+      if (const auto known = connected_.find(rank); known != connected_.end())
+        result.insert(*known);
+      else
+        unknown.push_back(rank);
+    }
   }
-  return c10::str("rank ", rank);
+  if (unknown.empty()) return result;
+  const auto found = ask_for_at_most(kStorePatience, [store = options_.store, unknown] {
+    std::map<int64_t, std::string> processes;
+    try {
+      for (const int64_t rank : unknown) {
+        const auto presence = find_presence(*store, rank);
+        processes[rank] = presence ? presence->process : "";
+      }
+    } catch (const std::exception&) {  // the store went with the rank that kept it
+    }
+    return processes;
+  });
+  if (found) result.insert(found->begin(), found->end());
+  return result;
 }
 
 std::string Monitor::came(const std::vector<int64_t>& ranks) const {
-  const auto absent = missing(ranks);
+  const auto processes = processes_of(ranks);
   std::vector<std::string> texts;
-  for (const int64_t rank : ranks) {
-    if (std::find(absent.begin(), absent.end(), rank) == absent.end()) texts.push_back(name_of(rank));
+  for (const auto& [rank, process] : processes) {
+    if (!process.empty()) texts.push_back(name_of(rank, processes));
   }
   return c10::Join(", ", texts);
 }
 
 std::vector<int64_t> Monitor::missing(const std::vector<int64_t>& ranks) const {
   std::vector<int64_t> result;
-  for (const int64_t rank : ranks) {
-    if (!has_presence(*options_.store, rank)) result.push_back(rank);
+  for (const auto& [rank, process] : processes_of(ranks)) {
+    if (process.empty()) result.push_back(rank);
   }
   return result;
 }
@@ -236,6 +264,10 @@ std::string Monitor::ask(const std::vector<int64_t>& ranks, milliseconds patienc
     dead = dead_;
     left = left_;
   }
+  std::vector<int64_t> silent;
+  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(silent),
+               [&](int64_t rank) { return !answers.count(rank); });
+  const auto processes = processes_of(silent);
   std::vector<std::string> lines;
   std::map<int64_t, RankState> states;
   for (const int64_t rank : ranks) {
@@ -250,8 +282,7 @@ std::string Monitor::ask(const std::vector<int64_t>& ranks, milliseconds patienc
     } else {
       text = "does not answer. It may be stopped (a signal, a debugger), or not be reachable";
     }
-    lines.push_back(
-        c10::str("\n  ", answers.count(rank) ? c10::str("rank ", rank) : name_of(rank), " ", text, "."));
+    lines.push_back(c10::str("\n  ", name_of(rank, processes), " ", text, "."));
   }
   return c10::Join("", lines) + first_difference(states);
 }

@@ -33,9 +33,10 @@ class Monitor {
   struct Options {
     int64_t rank = 0;
     int64_t size = 1;
-    c10::intrusive_ptr<c10d::Store> store;  // that ranks find each other by; of this world alone
-    std::string address;                    // of this host, to listen on
-    std::string token;                      // who has another one is not let in
+    c10::intrusive_ptr<c10d::Store>
+        store;            // that ranks find each other by; of this world and this monitor alone
+    std::string address;  // of this host, to listen on
+    std::string token;    // who has another one is not let in
   };
   /// What the rank can say and do, called on the monitor's thread.
   struct Rank {
@@ -73,7 +74,8 @@ class Monitor {
   /// Those of `ranks` that have left.
   std::vector<int64_t> left(const std::vector<int64_t>& ranks) const;
 
-  /// Which of these ranks have come to this world so far, and from where: "rank 0 (process 4242 on node7)". Asks the store.
+  /// Which of these ranks have come to this world so far, and from where: "rank 0 (process 4242 on node7)". Asks the store
+  /// for those that this rank is not connected with; it may be gone or stopped, and then nothing is known of them.
   std::string came(const std::vector<int64_t>& ranks) const;
   /// Which of them have not.
   std::vector<int64_t> missing(const std::vector<int64_t>& ranks) const;
@@ -94,9 +96,10 @@ class Monitor {
 
   uint64_t new_number();
   void send(News news);
-  /// What the rank makes of news, its own too. False if it has been seen.
-  bool take(const News& news);
-  std::string name_of(int64_t rank) const;
+  /// What the rank makes of news, its own too, which it sends. False if it has been seen.
+  bool take(const News& news, bool is_own = false);
+  /// By rank: its process, "" if it has not come. Without those of which nothing is known.
+  std::map<int64_t, std::string> processes_of(const std::vector<int64_t>& ranks) const;
   /// With the lock.
   std::vector<int64_t> alive() const;
 
@@ -110,11 +113,15 @@ class Monitor {
   std::set<std::pair<int64_t, uint64_t>> seen_;
   std::vector<News> known_;  // who comes late hears it
   std::string failure_;
-  std::set<int64_t> connected_, dead_, left_, ready_;
+  std::map<int64_t, std::string> connected_;  // and their processes; this rank too
+  std::set<int64_t> dead_, left_, ready_;
   std::optional<Survivors> survivors_;
   std::map<uint64_t, std::map<int64_t, RankState>> answers_;  // by question, by rank
   std::thread thread_;
 };
+
+/// How long a store may take to answer.
+inline constexpr std::chrono::milliseconds kStorePatience{500};
 
 /// The first call of a group that its ranks, by number, made differently; empty if there is none among those recorded.
 std::string first_difference(const std::map<int64_t, RankState>& states);

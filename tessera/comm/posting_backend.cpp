@@ -129,8 +129,9 @@ PostingBackend::Work PostingBackend::submit(CallBuilder& builder, OpType type, T
   }
   if (timeout == c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = timeout_;
   const CollectiveWork::What what{call.kind, call.op, call.root};
-  last_ = poster_->post(std::move(call), timeout);
-  return track(c10::make_intrusive<CollectiveWork>(poster_, getRank(), last_, timeout, type, what,
+  const uint64_t number = poster_->post(std::move(call), timeout);
+  last_ = number;
+  return track(c10::make_intrusive<CollectiveWork>(poster_, getRank(), number, timeout, type, what,
                                                    std::move(results), builder.take_copy_back()));
 }
 

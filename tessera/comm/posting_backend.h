@@ -3,6 +3,7 @@
 #include <tessera/comm/call_backend.h>
 #include <tessera/comm/parcel.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -13,7 +14,8 @@
 namespace tessera {
 
 /// How one member of a group posts collectives and messages, and carries them out: what a transport from memory to memory
-/// has to do. Safe to use from several threads.
+/// has to do. Safe to use from several threads, except that they post one after the other: the collectives of a group have an
+/// order, which is the same on all its ranks.
 class Poster {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -80,7 +82,7 @@ class PostingBackend final : public CallBackend {
   const std::string name_;
   const std::shared_ptr<Poster> poster_;
   std::chrono::milliseconds timeout_;
-  uint64_t last_ = 0;
+  std::atomic<uint64_t> last_ = 0;
   bool coalescing_ = false;
   std::vector<Work> coalesced_;
 };

@@ -1,3 +1,4 @@
+#include <tessera/comm/blocking.h>
 #include <tessera/comm/host.h>
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
@@ -10,6 +11,8 @@
 #include <future>
 #include <optional>
 #include <thread>
+#include <tuple>
+#include <type_traits>
 
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -59,7 +62,7 @@ const c10d::TCPStore* tcp_store_in(const c10::intrusive_ptr<c10d::Store>& store)
   return dynamic_cast<c10d::TCPStore*>(prefix ? prefix->getUnderlyingNonPrefixStore().get() : store.get());
 }
 
-/// Where the first group that the world is given listens, which was made before: if this process listens on one port
+/// Where the first group over gloo that the world is given listens, which was made before: if this process listens on one port
 /// besides that of the store, it is that one. Of several, nobody can say which.
 std::set<uint16_t> ports_of_given_group(const WorldOptions& options) {
   if (!options.existing_group) return {};
@@ -81,11 +84,21 @@ std::string own_address(const c10::intrusive_ptr<c10d::Store>& store) {
 }
 
 /// A part of the store for this world alone: other worlds of the same processes have had others, and who does not know the
-/// token does not find it.
-c10::intrusive_ptr<c10d::Store> store_of_world(const WorldOptions& options, const std::string& token) {
-  const int64_t number = options.store->add(c10::str("tessera/worlds/", options.rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(
-      c10::str("tessera/world/", number, "/", std::hash<std::string>()(token)), options.store);
+/// token does not find it. And the same by another connection, for the monitor: nobody waits for what it asks.
+std::pair<c10::intrusive_ptr<c10d::Store>, c10::intrusive_ptr<c10d::Store>> stores_of_world(
+    const WorldOptions& options, const std::string& token) {
+  const Blocking blocking;
+  const auto stores = ask_for_at_most(options.timeout, [store = options.store, rank = options.rank, token] {
+    const int64_t number = store->add(c10::str("tessera/worlds/", rank), 1);
+    c10::intrusive_ptr<c10d::Store> world = c10::make_intrusive<c10d::PrefixStore>(
+        c10::str("tessera/world/", number, "/", std::hash<std::string>()(token)), store);
+    auto copy = world->clone();
+    return std::pair(std::move(world), std::move(copy));
+  });
+  TESSERA_CHECK(stores, "Rank ", options.rank, " cannot join its world: the store did not answer within ",
+                options.timeout.count(),
+                " ms. The process that keeps it (rank 0, or the launcher) may be stopped.");
+  return *stores;
 }
 
 std::string label_of(const std::vector<int64_t>& ranks, const std::string& purpose) {
@@ -161,6 +174,26 @@ const GroupStore* group_store_of(const Group& group) {
   return dynamic_cast<const GroupStore*>(group->getStore().get());
 }
 
+/// What `make` returns or throws, on a thread of its own: it may wait for what nobody can end, as a member that has died, or a
+/// store whose keeper is stopped. Throws if the world fails before, or after the timeout; then the thread is left to itself.
+template <class Make>
+std::invoke_result_t<Make> make_in_time(ProcessRank& rank, const std::string& group,
+                                        const std::vector<int64_t>& ranks, milliseconds timeout, Make make) {
+  std::packaged_task<std::invoke_result_t<Make>()> task(std::move(make));
+  auto made = task.get_future();
+  std::thread(std::move(task)).detach();
+  // What it waits for has the same timeout, and knows more.
+  const auto deadline = Clock::now() + timeout + kNewsPatience;
+  const auto monitor = rank.monitor();
+  while (made.wait_for(milliseconds(20)) != std::future_status::ready) {
+    const std::string failure = monitor ? monitor->failure() : "";
+    TESSERA_CHECK(failure.empty(), failure, "\nRank ", rank.rank(), " was making the group ", group, ".");
+    if (Clock::now() >= deadline)
+      rank.give_up("making the group " + group, c10::str("gave up after ", timeout.count(), " ms"), ranks);
+  }
+  return made.get();
+}
+
 std::string text_of(const std::vector<int64_t>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
 }
@@ -172,15 +205,14 @@ ProcessRank::ProcessRank(const WorldOptions& options)
       timeout_(options.timeout),
       address_(own_address(options.store)),
       host_(memory_host()),
-      store_(store_of_world(options, environment("TESSERA_JOB_TOKEN"))),
-      ports_(ports_of_given_group(options)),
+      earlier_ports_(ports_of_given_group(options)),
       shares_memory_{{rank_, true}} {
   Monitor::Options how;
   how.rank = rank_;
   how.size = options.size;
-  how.store = store_;
-  how.address = address_;
   how.token = environment("TESSERA_JOB_TOKEN");
+  std::tie(store_, how.store) = stores_of_world(options, how.token);
+  how.address = address_;
   Monitor::Rank rank;
   rank.state = [this] { return record_.state(); };
   rank.call_with = [this](int64_t other) { return record_.call_with(other); };
@@ -245,31 +277,22 @@ bool ProcessRank::share_memory(c10::IntArrayRef ranks) {
   }
   if (unknown.empty()) return true;
   expect_members(label_of(ranks.vec(), ""), ranks.vec());
-  const auto hosts = store_for("hosts", ranks.vec(), "");
-  bool result = true;
-  for (const int64_t rank : unknown) {
-    const auto host = hosts->get(std::to_string(rank));
-    const bool shares = std::string(host.begin(), host.end()) == host_;
-    const std::lock_guard lock(mutex_);
-    shares_memory_[rank] = shares;
-    result = result && shares;
-  }
-  return result;
+  const auto others = make_in_time(*this, label_of(ranks.vec(), ""), ranks.vec(), timeout_,
+                                   [hosts = store_for("hosts", ranks.vec(), ""), unknown] {
+                                     std::vector<std::string> names;
+                                     for (const int64_t rank : unknown)
+                                       names.push_back(hosts->get_to_str(std::to_string(rank)));
+                                     return names;
+                                   });
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < unknown.size(); ++i) shares_memory_[unknown[i]] = others[i] == host_;
+  return std::all_of(unknown.begin(), unknown.end(), [&](int64_t rank) { return shares_memory_[rank]; });
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessRank::make_backend(const std::string& name,
-                                                            const BackendRequest& request) const {
-  // Nothing can wake who waits there. So another thread does: after a failure it is left to itself, and ends at its timeout.
-  std::packaged_task<c10::intrusive_ptr<c10d::Backend>()> task(
-      [name, request] { return tessera::make_backend(name, request); });
-  auto made = task.get_future();
-  std::thread(std::move(task)).detach();
-  const auto monitor = this->monitor();
-  while (made.wait_for(milliseconds(20)) != std::future_status::ready) {
-    const std::string failure = monitor ? monitor->failure() : "";
-    TESSERA_CHECK(failure.empty(), failure, "\nRank ", rank_, " was making the group ", request.name, ".");
-  }
-  return made.get();
+                                                            const BackendRequest& request) {
+  return make_in_time(*this, request.name, request.ranks, timeout_,
+                      [name, request] { return tessera::make_backend(name, request); });
 }
 
 std::shared_ptr<GlooTransport> ProcessRank::gloo() {
@@ -292,12 +315,12 @@ void ProcessRank::name_group(const Group& group, const std::vector<int64_t>& ran
 
 bool ProcessRank::made(const Group& group) { return group_store_of(group) != nullptr; }
 
-void ProcessRank::wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work) {
+void ProcessRank::wait_for(const c10::intrusive_ptr<c10d::Work>& work, BackendOf backend) {
   const auto monitor = this->monitor();
   if (!monitor) {
     work->wait();
   } else if (is_gloo_collective(*work)) {
-    wait_for_collective(*monitor, group, work);
+    wait_for_collective(*monitor, work, backend);
   } else {
     {
       const std::lock_guard lock(mutex_);
@@ -311,8 +334,8 @@ void ProcessRank::wait_for(const Group& group, const c10::intrusive_ptr<c10d::Wo
   }
 }
 
-void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group,
-                                      const c10::intrusive_ptr<c10d::Work>& work) const {
+void ProcessRank::wait_for_collective(const Monitor& monitor, const c10::intrusive_ptr<c10d::Work>& work,
+                                      BackendOf backend) {
   std::optional<Clock::time_point> end;  // from when on gloo is taken to have lost it
   while (true) {
     if (work->isCompleted()) {
@@ -328,7 +351,7 @@ void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group
     if (monitor.failure().empty()) continue;
     if (!end) end = Clock::now() + kInterruptPatience;
     if (Clock::now() < *end) continue;
-    do_for_at_most(milliseconds(0), [work, backend = group->getBackend(at::kCPU)] {
+    do_for_at_most(milliseconds(0), [work, backend = backend()] {
       try {
         work->wait();
       } catch (const std::exception&) {  // as is known
@@ -341,6 +364,7 @@ void ProcessRank::wait_for_collective(const Monitor& monitor, const Group& group
 void ProcessRank::add_ports(const std::set<uint16_t>& ports) {
   const std::lock_guard lock(mutex_);
   ports_.insert(ports.begin(), ports.end());
+  ports_.insert(earlier_ports_.begin(), earlier_ports_.end());
 }
 
 void ProcessRank::add_abortable(c10::intrusive_ptr<c10d::Backend> backend) {
@@ -369,8 +393,9 @@ void ProcessRank::rethrow(const std::exception_ptr& error, uint64_t call, const 
   const std::string doing = "in " + record_.describe(call);
   const auto monitor = this->monitor();
   if (!monitor) std::rethrow_exception(error);
-  const bool is_timeout =
-      message.find("imed out") != std::string::npos || message.find("imeout") != std::string::npos;
+  // That of a connection, as of a host that is gone, is none of ours.
+  const auto says = [&](const char* words) { return message.find(words) != std::string::npos; };
+  const bool is_timeout = !says("Connection timed out") && (says("imed out") || says("imeout"));
   const std::string failure =
       is_timeout ? monitor->failure() : monitor->wait_for_failure(kNewsPatience, ranks);
   if (!failure.empty()) TESSERA_CHECK(false, failure, "\nRank ", rank_, " was ", doing, ".");
@@ -385,10 +410,7 @@ void ProcessRank::give_up(const std::string& doing, const std::string& how,
   const auto monitor = this->monitor();
   std::vector<int64_t> absent, ended;
   if (monitor) {
-    try {
-      absent = monitor->missing(ranks);
-    } catch (const std::exception&) {  // nobody can be asked any more who came
-    }
+    absent = monitor->missing(ranks);
     ended = monitor->left(ranks);
     // Who failed said so before it left.
     const std::string failure = monitor->failure();

@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/FunctionRef.h>
+
 namespace tessera {
 
 /// What a rank that is a process has to do with faults: it watches the others, keeps a record of its own calls, and turns
@@ -47,8 +49,7 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   /// Whether these ranks can share memory: see memory_host(). Waits until they have come.
   bool share_memory(c10::IntArrayRef ranks);
   /// As the function of that name, but ends when the world fails: a transport may wait for a member that has died.
-  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
-                                                 const BackendRequest& request) const;
+  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendRequest& request);
   /// What groups of gloo have in common; made at the first call.
   std::shared_ptr<GlooTransport> gloo();
   /// Whether this rank made the group: the world was given the others.
@@ -57,13 +58,14 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   c10::intrusive_ptr<c10d::Store> store_for(const std::string& group, std::vector<int64_t> ranks,
                                             const std::string& purpose);
   void name_group(const Group& group, const std::vector<int64_t>& ranks, const std::string& name);
-  /// A group that the world was given has made these ports to listen on: connections there end if the world fails.
+  /// A group over gloo that the world was given has made these ports to listen on: connections there end if the world fails.
   void add_ports(const std::set<uint16_t>& ports);
   /// The backend's waits can be ended by its `abort`.
   void add_abortable(c10::intrusive_ptr<c10d::Backend> backend);
 
-  /// Waits for what a transport does on the group; throws if it fails, or the world does.
-  void wait_for(const Group& group, const c10::intrusive_ptr<c10d::Work>& work);
+  using BackendOf = c10::function_ref<c10::intrusive_ptr<c10d::Backend>()>;
+  /// Waits for what a transport does; throws if it fails, or the world does. `backend`: that of the transport.
+  void wait_for(const c10::intrusive_ptr<c10d::Work>& work, BackendOf backend);
 
   /// Throws what really happened, instead of what a transport threw in a call of the record on a group of these ranks, and
   /// sees to it that all ranks hear of it.
@@ -75,8 +77,8 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
 
  private:
   void interrupt();
-  void wait_for_collective(const Monitor& monitor, const Group& group,
-                           const c10::intrusive_ptr<c10d::Work>& work) const;
+  static void wait_for_collective(const Monitor& monitor, const c10::intrusive_ptr<c10d::Work>& work,
+                                  BackendOf backend);
 
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;
@@ -86,8 +88,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   mutable std::mutex mutex_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<GlooTransport> gloo_;
-  std::set<uint16_t> ports_;               // of groups that the world was given
-  std::map<int64_t, bool> shares_memory_;  // by rank: whether it can with this one
+  std::set<uint16_t> ports_;                // of groups over gloo that the world was given
+  const std::set<uint16_t> earlier_ports_;  // of the first such group, if there is one
+  std::map<int64_t, bool> shares_memory_;   // by rank: whether it can with this one
   std::vector<c10::intrusive_ptr<c10d::Backend>> abortable_;
   std::vector<c10d::Work*> waited_for_;  // those that can be aborted
   std::shared_ptr<Monitor> monitor_;

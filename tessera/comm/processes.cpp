@@ -107,8 +107,9 @@ bool has_ended(const std::string& text) {
   return !now.is_alive || now.start != process.start;
 }
 
-ProcessWatch::ProcessWatch(std::string process) : process_(std::move(process)) {
-  if (parse_process(process_).place != place_of_processes() || has_ended(process_)) return;
+ProcessWatch::ProcessWatch(std::string process)
+    : process_(std::move(process)), is_here_(parse_process(process_).place == place_of_processes()) {
+  if (!is_here_ || has_ended(process_)) return;
 #ifdef SYS_pidfd_open
   descriptor_ =
       static_cast<int>(::syscall(SYS_pidfd_open, std::atoi(parse_process(process_).pid.c_str()), 0));
@@ -120,10 +121,13 @@ ProcessWatch::~ProcessWatch() {
 }
 
 ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
-    : process_(std::move(other.process_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
+    : process_(std::move(other.process_)),
+      is_here_(other.is_here_),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 ProcessWatch& ProcessWatch::operator=(ProcessWatch&& other) noexcept {
   std::swap(process_, other.process_);
+  std::swap(is_here_, other.is_here_);
   std::swap(descriptor_, other.descriptor_);
   return *this;
 }

@@ -24,6 +24,10 @@ class ProcessWatch {
   ProcessWatch& operator=(ProcessWatch&& other) noexcept;
 
   const std::string& process() const { return process_; }
+  /// Whether its end can be seen from here: it runs on this host, and in no container of its own.
+  bool is_here() const { return is_here_; }
+  /// What `poll` finds readable when the process ends; -1 if the system gives none.
+  int descriptor() const { return descriptor_; }
 
   /// How it ended: "was killed by signal 9 (Killed)", "exited with code 3", or "has ended" where the system does not say
   /// more. Nothing if it has not ended, or if it cannot be seen from here.
@@ -31,7 +35,8 @@ class ProcessWatch {
 
  private:
   std::string process_;
-  int descriptor_ = -1;  // -1 if the system gives none
+  bool is_here_ = false;
+  int descriptor_ = -1;
 };
 
 }  // namespace tessera

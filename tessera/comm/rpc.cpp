@@ -1,4 +1,5 @@
 #include <tessera/comm/blocking.h>
+#include <tessera/comm/left_alone.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/rpc.h>
 #include <tessera/comm/waits.h>
@@ -11,7 +12,9 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -63,23 +66,47 @@ void check_world(const World& world) {
   TESSERA_CHECK(failure.empty(), failure);
 }
 
-/// The ranks that have not left word under `key` in the store within the timeout. Throws if the world fails before.
-std::vector<int64_t> wait_for_all(c10d::Store& store, const std::string& key, const World& world,
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// What `ask` returns or throws, on a thread of its own, as who keeps the store may be stopped; nothing if it takes longer than
+/// the timeout. Throws if the world fails before. `ask` is told by a flag when nobody waits for it any more.
+template <class Ask>
+auto ask_store(const World& world, Milliseconds timeout, Ask ask) {
+  using Flag = std::atomic<bool>;
+  const auto is_over = std::make_shared<Flag>(false);
+  const auto end = c10::make_scope_exit([is_over] { *is_over = true; });
+  using Answer = std::invoke_result_t<Ask, const Flag&>;
+  std::packaged_task<Answer()> task([ask = std::move(ask), is_over] { return ask(*is_over); });
+  auto answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  // What it waits for has the same timeout.
+  const auto deadline = std::chrono::steady_clock::now() + timeout + kStorePatience;
+  while (answer.wait_for(Milliseconds(20)) != std::future_status::ready) {
+    check_world(world);
+    if (std::chrono::steady_clock::now() >= deadline) return std::optional<Answer>();
+  }
+  return std::optional<Answer>(answer.get());
+}
+
+/// The ranks that have not left word under `key` in the store within the timeout; that which keeps it, if it does not answer.
+/// Throws if the world fails before.
+std::vector<int64_t> wait_for_all(const StorePtr& store, const std::string& key, const World& world,
                                   Milliseconds timeout) {
   std::vector<std::string> keys;
   for (const int64_t rank : c10::irange(world.size())) keys.push_back(c10::str(key, "/", rank));
   const Blocking blocking;
   const Wait wait(world.rank(), [&] { return "for all ranks to leave word in the store at " + key; });
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  while (!store.check(keys) && std::chrono::steady_clock::now() < deadline) {
-    check_world(world);
-    std::this_thread::sleep_for(Milliseconds(2));
-  }
-  std::vector<int64_t> missing;
-  for (const int64_t rank : c10::irange(world.size())) {
-    if (!store.check({keys[rank]})) missing.push_back(rank);
-  }
-  return missing;
+  const auto missing = ask_store(world, timeout, [=](const std::atomic<bool>& is_over) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    while (!is_over && !store->check(keys) && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::sleep_for(Milliseconds(2));
+    std::vector<int64_t> absent;
+    for (size_t rank = 0; rank < keys.size() && !is_over; ++rank) {
+      if (!store->check({keys[rank]})) absent.push_back(static_cast<int64_t>(rank));
+    }
+    return absent;
+  });
+  return missing.value_or(std::vector<int64_t>{0});
 }
 
 /// Until it is done, or the world fails.
@@ -133,15 +160,16 @@ std::unique_ptr<torch_rpc::TensorPipeAgent> make_agent(const c10::intrusive_ptr<
 /// after the other; the others join the one that is open, once.
 class Attempt {
  public:
-  Attempt(c10d::Store& store, int64_t rank, Milliseconds timeout) : store_(store), opens_(rank == 0) {
+  Attempt(StorePtr store, const World& world, Milliseconds timeout)
+      : store_(std::move(store)), opens_(world.rank() == 0) {
     int64_t& next = state().next_session;
-    if (opens_) store_.set(kOpen, c10::str(next));
-    number_ = opens_ ? next : wait_for(next, rank, timeout);
+    if (opens_) store_->set(kOpen, c10::str(next));
+    number_ = opens_ ? next : wait_for(next, world, timeout);
     next = number_ + 1;
   }
   ~Attempt() {
     try {
-      if (opens_) store_.deleteKey(kOpen);
+      if (opens_) store_->deleteKey(kOpen);
     } catch (const std::exception&) {  // the store is gone
     }
   }
@@ -154,45 +182,47 @@ class Attempt {
   static constexpr const char* kOpen = "open";
 
   /// An open session of at least that number.
-  int64_t wait_for(int64_t least, int64_t rank, Milliseconds timeout) {
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    for (auto left = timeout; left.count() > 0;
-         left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now())) {
-      store_.setTimeout(left);
-      std::string open;
-      try {
-        open = store_.get_to_str(kOpen);  // waits for it
-      } catch (const std::exception&) {
-        break;
-      }
-      if (std::stoll(open) >= least) return std::stoll(open);
-      std::this_thread::sleep_for(Milliseconds(10));
-    }
-    TESSERA_CHECK(false, "init_rpc: rank ", rank, " waited ", timeout.count(),
+  int64_t wait_for(int64_t least, const World& world, Milliseconds timeout) {
+    const auto open =
+        ask_store(world, timeout, [store = store_, least, timeout](const std::atomic<bool>& is_over) {
+          const auto deadline = std::chrono::steady_clock::now() + timeout;
+          store->setTimeout(Milliseconds(1000));
+          while (!is_over && std::chrono::steady_clock::now() < deadline) {
+            try {
+              const int64_t number = store->check({kOpen}) ? std::stoll(store->get_to_str(kOpen)) : -1;
+              if (number >= least) return number;
+            } catch (const std::exception&) {  // it was closed in between, or the store is gone
+            }
+            std::this_thread::sleep_for(Milliseconds(10));
+          }
+          return int64_t{-1};
+        });
+    TESSERA_CHECK(open && *open >= 0, "init_rpc: rank ", world.rank(), " waited ", timeout.count(),
                   " ms for ranks [0] to call it too, in vain.");
+    return *open;
   }
 
-  c10d::Store& store_;
+  const StorePtr store_;
   const bool opens_;
   int64_t number_ = 0;
 };
 
 /// Throws unless all ranks are there, each with a name of its own. The first letter of what they leave in the
 /// store says whether it is a name or why the rank cannot take part.
-void meet(c10d::Store& store, const std::string& name, const World& world, Milliseconds timeout) {
+void meet(const StorePtr& store, const std::string& name, const World& world, Milliseconds timeout) {
   std::string word = "+" + name;
   try {
     const torch_rpc::WorkerInfo check(name, world.rank());
   } catch (const c10::Error& error) {
     word = c10::str("-", error.what_without_backtrace());
   }
-  store.set(c10::str("name/", world.rank()), word);
+  store->set(c10::str("name/", world.rank()), word);
   const auto missing = wait_for_all(store, "name", world, timeout);
   TESSERA_CHECK(missing.empty(), "init_rpc: rank ", world.rank(), " waited ", timeout.count(),
                 " ms for ranks ", c10::IntArrayRef(missing), " to call it too, in vain.");
   std::map<std::string, int64_t> ranks;
   for (const int64_t rank : c10::irange(world.size())) {
-    word = store.get_to_str(c10::str("name/", rank));
+    word = store->get_to_str(c10::str("name/", rank));
     const std::string text = word.substr(1);
     TESSERA_CHECK_VALUE(word[0] == '+', "init_rpc: rank ", rank, " cannot take part: ", text);
     const auto [first, is_new] = ranks.emplace(text, rank);
@@ -209,7 +239,7 @@ void end(torch_rpc::RpcAgent& agent) {
 /// All stop calling, then release what they refer to, then end the calls that takes.
 void leave_together(const Session& session, Milliseconds timeout) {
   session.store->set(c10::str("done/", session.world->rank()), "");
-  const auto missing = wait_for_all(*session.store, "done", *session.world, timeout);
+  const auto missing = wait_for_all(session.store, "done", *session.world, timeout);
   TESSERA_CHECK(missing.empty(), "rank ", session.world->rank(), " waited ", timeout.count(),
                 " ms for ranks ", c10::IntArrayRef(missing), " to shut down too, in vain.");
   session.store->setTimeout(timeout);
@@ -244,11 +274,14 @@ void init_rpc(const Options& options) {
   Session session;
   session.world = world;
   // A connection of its own, so that waiting there hinders nobody.
-  const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", common->clone());
-  const Attempt attempt(*store, world->rank(), options.timeout);
+  const auto copy = ask_for_at_most(options.timeout, [common] { return common->clone(); });
+  TESSERA_CHECK(copy, "init_rpc: rank ", world->rank(), " waited ", options.timeout.count(),
+                " ms for the store to answer, in vain. The process that keeps it may be stopped.");
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", *copy);
+  const Attempt attempt(store, *world, options.timeout);
   session.store = c10::make_intrusive<c10d::PrefixStore>(c10::str(attempt.number()), store);
   session.store->setTimeout(options.timeout);
-  meet(*session.store, name, *world, options.timeout);
+  meet(session.store, name, *world, options.timeout);
 
   torch::distributed::autograd::DistAutogradContainer::init(world->rank());
   session.agent = make_agent(session.store, name, *world, options);

@@ -136,6 +136,12 @@ ProcessWorld& process_world() {
   return instance;
 }
 
+/// Throws if this process is a rank already. With the lock.
+void check_no_world() {
+  TESSERA_CHECK(!process_world().world, "This process already is rank ", process_world().world->rank(),
+                " of a world; call tessera::destroy_process_group() first.");
+}
+
 std::shared_ptr<World> find_world() {
   if (const auto& world = ThreadWorld::current()) return world;
   std::lock_guard lock(process_world().mutex);
@@ -154,6 +160,7 @@ World::World(WorldOptions options)
                       " is not in a world of ", options_.size, " ranks.");
   TESSERA_CHECK_VALUE(options_.timeout.count() > 0, "The timeout must be positive, got ",
                       options_.timeout.count(), " ms.");
+  options_.timeout = std::min(options_.timeout, kLongestTimeout);
   TESSERA_CHECK_VALUE(!options_.dry_run || options_.backend == "fake",
                       "A dry run needs the backend \"fake\", got \"", options_.backend, "\".");
   if (options_.hub && !options_.store) options_.store = options_.hub->store();
@@ -180,8 +187,9 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
   if (process_rank_) check_members(ranks, rank(), size());  // they are waited for
   GroupKey key{ranks.vec(), device,
                backend_name.empty() ? backend_for(*this, backends_, ranks, device) : backend_name, ""};
-  std::lock_guard lock(mutex_);
-  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+  if (Group known = find(key)) return known;
+  const std::lock_guard lock(making_);
+  if (Group known = find(key)) return known;
   check_members(ranks, rank(), size());
   if (options_.existing_group && backend_name.empty()) {
     const std::set<uint16_t> before = process_rank_ ? listening_ports() : std::set<uint16_t>();
@@ -189,12 +197,13 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
       if (process_rank_) {
         std::set<uint16_t> added = listening_ports();
         for (const uint16_t port : before) added.erase(port);
-        process_rank_->add_ports(added);
-        if (const auto backend = given->getBackend(device); backend->getBackendName() == shm::kBackendName)
-          process_rank_->add_abortable(backend);
+        const auto backend = given->getBackend(device);
+        const std::string name = backend->getBackendName();
+        // Others listen nowhere: a port is that of a server of the user.
+        if (name == "gloo") process_rank_->add_ports(added);
+        if (name == shm::kBackendName) process_rank_->add_abortable(backend);
       }
-      groups_.emplace(std::move(key), given);
-      return given;
+      return keep(std::move(key), given);
     }
   }
   return find_or_make(std::move(key));
@@ -203,12 +212,23 @@ Group World::group(c10::IntArrayRef ranks, c10::DeviceType device, const std::st
 Group World::group_for(const std::string& purpose) {
   const Blocking blocking;
   std::string backend = this->backend(c10::kCPU);
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(making_);
   return find_or_make({all_ranks(size()), c10::kCPU, std::move(backend), purpose});
 }
 
+Group World::find(const GroupKey& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = groups_.find(key);
+  return found == groups_.end() ? Group() : found->second;
+}
+
+Group World::keep(GroupKey key, Group group) {
+  const std::lock_guard lock(mutex_);
+  return groups_.emplace(std::move(key), std::move(group)).first->second;
+}
+
 Group World::find_or_make(GroupKey key) {
-  if (const auto found = groups_.find(key); found != groups_.end()) return found->second;
+  if (Group known = find(key)) return known;
   const c10::IntArrayRef ranks = key.ranks;
   const c10::DeviceType device = key.device;
   BackendRequest request;
@@ -256,8 +276,7 @@ Group World::find_or_make(GroupKey key) {
   group->setGroupName(request.name);
   group->setGroupDesc("tessera");
   if (logs(LogLevel::debug, "comm")) write_log("comm", "group " + request.name, std::pair(rank(), size()));
-  groups_.emplace(std::move(key), group);
-  return group;
+  return keep(std::move(key), std::move(group));
 }
 
 Group World::group(c10::DeviceType device) { return group(all_ranks(size()), device); }
@@ -359,6 +378,10 @@ WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(std::move(world)) 
 WorldScope::~WorldScope() = default;
 
 std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard lock(process_world().mutex);
+    check_no_world();
+  }
   const auto info = launch_info();
   TESSERA_CHECK(
       info,
@@ -374,10 +397,14 @@ std::shared_ptr<World> init_process_group(const std::string& backend, std::chron
 }
 
 std::shared_ptr<World> init_process_group(WorldOptions options) {
+  // Before it is made: who joins a world in vain is out of step with the others in the next.
+  {
+    const std::lock_guard lock(process_world().mutex);
+    check_no_world();
+  }
   auto world = std::make_shared<World>(std::move(options));
-  std::lock_guard lock(process_world().mutex);
-  TESSERA_CHECK(!process_world().world, "This process already is rank ", process_world().world->rank(),
-                " of a world; call tessera::destroy_process_group() first.");
+  const std::lock_guard lock(process_world().mutex);
+  check_no_world();
   process_world().world = world;
   return world;
 }

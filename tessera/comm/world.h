@@ -35,6 +35,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// The longest wait in Tessera unless the caller gives another timeout.
 inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
+/// Whoever gives a longer one waits so long: clocks cannot count to the end of milliseconds::max().
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
 struct WorldOptions {
   int64_t rank = 0;
@@ -149,14 +151,19 @@ class TESSERA_API World {
     auto operator<=>(const GroupKey&) const = default;
   };
 
+  /// Null if there is none.
+  Group find(const GroupKey& key) const;
+  Group keep(GroupKey key, Group group);
+  /// With `making_`.
   Group find_or_make(GroupKey key);
 
   WorldOptions options_;
   std::map<std::string, std::string> backends_;  // by device type name; "" for all others
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;                     // of groups and names, for moments
   std::map<GroupKey, Group> groups_;
   std::map<const c10d::ProcessGroup*, std::string> names_;  // of groups
   std::shared_ptr<ProcessRank> process_rank_;
+  std::mutex making_;  // held while a group is made, which may take long, and call into Python
 };
 
 /// The world of the calling thread: that of the innermost `WorldScope`, else of the process

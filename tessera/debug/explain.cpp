@@ -55,8 +55,8 @@ class Explanation {
     const OpPlan& plan = planned.plan;
     if (plan.by_rule && plan.strategy.decompose) return add(1, "computed by other operators:");
     if (!plan.by_rule)
-      add(1, rule ? "the rule does not apply to these arguments: every rank computes on replicas"
-                  : "no rule, so every rank computes on replicas");
+      add(1, rule ? "the rule does not apply to these arguments: the operator takes the replicated fallback"
+                  : "no rule, so the operator takes the replicated fallback");
     if (plan.by_rule) add_strategies(planned);
     add_routes(planned);
     if (plan.by_rule && plan.strategy.local.communicates)

@@ -85,8 +85,8 @@ class TESSERA_API DTensorImpl final : public c10::TensorImpl {
   const std::shared_ptr<const void>& attachment() const { return attachment_; }
   void set_attachment(std::shared_ptr<const void> attachment);
 
-  /// The unit of fully_shard that the tensor is a parameter of, or null. Shallow copies have none. While there is
-  /// one, operators on the tensor reach the kernel at kUnitKey first, which knows its type.
+  /// What a layer above keeps with the tensor for the kernel at kUnitKey, which knows its type; or null. While there is
+  /// one, operators on the tensor reach that kernel first. Shallow copies have none.
   const std::shared_ptr<const void>& unit() const { return unit_; }
   void set_unit(std::shared_ptr<const void> unit);
 

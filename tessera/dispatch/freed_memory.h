@@ -22,8 +22,8 @@ class TESSERA_API MemoryOwner {
 /// Says that the memory of a storage may be freed, before any DTensor is made of it: only these look whether it is.
 TESSERA_API void make_freeable(c10::StorageImpl& storage);
 
-/// Gives the memory of a storage back, which is freeable. Until `set_memory`, DTensors whose local tensor is in it ask the owner to
-/// restore it first; whoever else reads it gets an error.
+/// Gives the memory of a storage back, which is freeable. Until `set_memory`, DTensors whose local tensor is in
+/// it ask the owner to restore it first; whoever else reads it gets an error.
 TESSERA_API void free_memory(c10::StorageImpl& storage, std::weak_ptr<MemoryOwner> owner);
 
 /// Gives the storage memory again.

@@ -330,7 +330,7 @@ class OperatorCall {
         c10::str(OuterOperator::current() ? *OuterOperator::current() + ", by " : "", info_.name);
     ImplicitMove move{.call = call_text(info_.schema, arguments_.with_tensors()),
                       .what = problem,
-                      .place = host_language().place ? host_language().place() : "",
+                      .location = host_language().location ? host_language().location() : "",
                       .calls = 1,
                       .bytes = bytes};
     const std::string what = c10::str(name, ": ", problem, ".\n  ", move.call, "\n", remedy);

@@ -68,7 +68,7 @@ bool Strict::State::concerns(const Plan& plan) const {
 }
 
 bool Strict::State::count(ImplicitMove move) {
-  const auto [found, is_new] = index_.try_emplace({move.call, move.what, move.place}, moves_.size());
+  const auto [found, is_new] = index_.try_emplace({move.call, move.what, move.location}, moves_.size());
   if (is_new) {
     moves_.push_back(std::move(move));
   } else {

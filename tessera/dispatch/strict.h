@@ -13,7 +13,7 @@
 namespace tessera {
 
 struct StrictOptions {
-  /// `allowed` only counts; `warned` warns once per place.
+  /// `allowed` only counts; `warned` warns once per line of the program.
   ImplicitCommunication level = ImplicitCommunication::forbidden;
   /// Look also at slices and other changes of placement that move nothing.
   bool local = false;
@@ -25,9 +25,9 @@ struct StrictOptions {
 
 /// Something that an operator did of its own accord.
 struct ImplicitMove {
-  std::string call;   // "aten::mm(f32[2048,256] [S(0)], f32[256,64] [R]) on mesh(2)"
-  std::string what;   // "argument 'mat2' has to be redistributed from ..."
-  std::string place;  // where the program called it, "train.py:12"; empty where that is not known
+  std::string call;      // "aten::mm(f32[2048,256] [S(0)], f32[256,64] [R]) on mesh(2)"
+  std::string what;      // "argument 'mat2' has to be redistributed from ..."
+  std::string location;  // where the program called it, "train.py:12"; empty where that is not known
   int64_t calls = 0;
   int64_t bytes = 0;  // received by the busiest rank in all calls, as far as that is known
 };
@@ -73,7 +73,7 @@ class TESSERA_API Strict {
 /// How a host language says where the program is now, and writes code in messages.
 struct HostLanguage {
   /// "train.py:12"; empty if that is not known.
-  std::string (*place)() = nullptr;
+  std::string (*location)() = nullptr;
   /// "x = x.redistribute(placements=[Shard(0)])"
   std::string (*redistribute)(const std::string& name, const Placements& placements) = nullptr;
 };

@@ -25,14 +25,14 @@ class Strict::State {
   bool concerns(const DeviceMesh& mesh, c10::ArrayRef<int64_t> mesh_dims, int64_t bytes) const;
   /// Whether it looks at such a redistribution.
   bool concerns(const Plan& plan) const;
-  /// Returns whether it is the first of its kind at its place.
+  /// Returns whether it is the first of its kind at its location.
   bool count(ImplicitMove move);
   const std::vector<ImplicitMove>& moves() const { return moves_; }
 
   const StrictOptions options;
 
  private:
-  std::map<std::tuple<std::string, std::string, std::string>, size_t> index_;  // of call, what and place
+  std::map<std::tuple<std::string, std::string, std::string>, size_t> index_;  // of call, what and location
   std::vector<ImplicitMove> moves_;
 };
 

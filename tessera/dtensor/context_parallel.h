@@ -26,7 +26,7 @@ TESSERA_API ContextMethod context_method(std::string_view name);
 struct ContextParallelOptions {
   ContextMethod method = ContextMethod::ring;
   /// The elements of the sequence are in the order that `to_zigzag` gives them, for as many ranks as shard it:
-  /// `is_causal` goes by their positions.
+  /// `is_causal` goes by their positions, or is an error where it cannot. A mask is in this order already.
   bool zigzag = false;
 
   friend bool operator==(const ContextParallelOptions&, const ContextParallelOptions&) = default;

@@ -212,9 +212,6 @@ std::vector<int64_t> agreed_shape(const at::Tensor& local, const DeviceMesh& mes
   return {shape.begin(), shape.end()};
 }
 
-/// Of all ranks of the mesh; null outside of it.
-Group group_of(const DeviceMesh& mesh) { return mesh.is_member() ? mesh.get_joint_group() : Group(); }
-
 /// Those of a tensor that is channels last; else nothing, as ranks may hold the same values otherwise.
 std::optional<std::vector<int64_t>> channels_last_strides(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return std::nullopt;
@@ -298,7 +295,8 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
     return DTensor(
         of_dual(local, [&](const at::Tensor& t) { return from_local(t, mesh, placements, options); }));
   // Without run_check, nothing is exchanged, and so nothing compared.
-  const comm::Agreement agreement("from_local", options.run_check ? group_of(mesh) : Group(), [&] {
+  const Group compared = options.run_check ? mesh.joint_group_or_null() : Group();
+  const comm::Agreement agreement("from_local", compared, [&] {
     TESSERA_CHECK_VALUE(local.defined() && !is_dtensor(local),
                         "from_local: needs a plain tensor, but this one is ",
                         local.defined() ? "distributed already; use redistribute." : "undefined.");
@@ -438,7 +436,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, Plac
   at::Tensor global;
   Spec target;
   // Without a source, nothing is exchanged, and so nothing compared.
-  const comm::Agreement agreement("distribute_tensor", source ? group_of(mesh) : Group(), [&] {
+  const comm::Agreement agreement("distribute_tensor", source ? mesh.joint_group_or_null() : Group(), [&] {
     TESSERA_CHECK_VALUE(tensor.defined() && !DTensor::is_dtensor(tensor),
                         "distribute_tensor: needs a plain tensor, but this one is ",
                         tensor.defined() ? "distributed already; use redistribute." : "undefined.");

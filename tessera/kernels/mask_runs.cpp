@@ -84,36 +84,36 @@ MaskRuns::Routes MaskRuns::routes(int64_t size) const {
 }
 
 at::Tensor MaskRuns::collect(const at::Tensor& values, int64_t size) const {
-  const Routes ways = this->routes(size);
+  const Routes routes = this->routes(size);
   auto shape = values.sizes().vec();
-  comm::Tensors sent(ways.to.size()), received;
+  comm::Tensors sent(routes.to.size()), received;
   int64_t done = 0;
-  for (const size_t i : ways.order) {
-    sent[i] = values.narrow(0, done, ways.to[i]).contiguous();
-    done += ways.to[i];
+  for (const size_t i : routes.order) {
+    sent[i] = values.narrow(0, done, routes.to[i]).contiguous();
+    done += routes.to[i];
   }
-  for (const at::Tensor& rows : ways.from) {
+  for (const at::Tensor& rows : routes.from) {
     shape[0] = rows.numel();
     received.push_back(new_memory(shape, values.options()));
   }
-  comm::all_to_all(received, sent, ways.group).wait();
-  shape[0] = ways.local;
+  comm::all_to_all(received, sent, routes.group).wait();
+  shape[0] = routes.local;
   const at::Tensor result = at::zeros(shape, values.options());
-  for (const size_t i : c10::irange(received.size())) result.index_copy_(0, ways.from[i], received[i]);
+  for (const size_t i : c10::irange(received.size())) result.index_copy_(0, routes.from[i], received[i]);
   return result;
 }
 
 at::Tensor MaskRuns::spread(const at::Tensor& rows, int64_t size) const {
-  const Routes ways = this->routes(size);
+  const Routes routes = this->routes(size);
   auto shape = rows.sizes().vec();
-  comm::Tensors sent, received(ways.to.size()), values;
-  for (const at::Tensor& wanted : ways.from) sent.push_back(at::index_select(rows, 0, wanted));
-  for (const size_t i : ways.order) {
-    shape[0] = ways.to[i];
+  comm::Tensors sent, received(routes.to.size()), values;
+  for (const at::Tensor& wanted : routes.from) sent.push_back(at::index_select(rows, 0, wanted));
+  for (const size_t i : routes.order) {
+    shape[0] = routes.to[i];
     received[i] = new_memory(shape, rows.options());
     values.push_back(received[i]);
   }
-  comm::all_to_all(received, sent, ways.group).wait();
+  comm::all_to_all(received, sent, routes.group).wait();
   return at::cat(values);
 }
 

@@ -219,6 +219,8 @@ Group DeviceMesh::get_joint_group() const {
   return ndim() == 1 ? state_->group(size_t{0}) : state_->joint_group(state_->axes);
 }
 
+Group DeviceMesh::joint_group_or_null() const { return is_member() ? get_joint_group() : Group(); }
+
 std::vector<Group> DeviceMesh::get_all_groups() const {
   std::vector<Group> groups;
   for (size_t i = 0; i < state_->axes.size(); ++i) groups.push_back(state_->group(i));

@@ -113,8 +113,10 @@ class TESSERA_API DeviceMesh {
   Group get_group(std::optional<MeshDim> dim = std::nullopt) const;
   /// The group of the ranks that differ from this one in `dims` only, row-major in the order given.
   Group get_group(const std::vector<MeshDim>& dims) const;
-  /// The group of all ranks of the mesh, row-major.
+  /// The group of all ranks of the mesh, row-major. An error outside the mesh.
   Group get_joint_group() const;
+  /// The same; null outside the mesh.
+  Group joint_group_or_null() const;
   /// One group per dim.
   std::vector<Group> get_all_groups() const;
 

@@ -20,9 +20,6 @@ std::string words(const char* kind, const std::string& name, const torch::nn::Mo
                   module.name(), ")");
 }
 
-/// Of all ranks of the mesh; null outside of it.
-Group joint_group_of(const DeviceMesh& mesh) { return mesh.is_member() ? mesh.get_joint_group() : Group(); }
-
 void check_mesh(const DTensor& known, const DeviceMesh& mesh, const std::string& what) {
   TESSERA_CHECK_VALUE(known.device_mesh() == mesh, "distribute_parameter: ", what,
                       " is distributed already, on ", known.device_mesh(), " of ranks ",
@@ -46,7 +43,8 @@ void distribute(at::Tensor& handle, const DeviceMesh& mesh, const Placements& pl
   const bool all = tree.replace(handle, now, /*only_if_all=*/is_parameter);
   TESSERA_CHECK(
       all || !is_parameter, "distribute_parameter: ", what,
-      " is also kept elsewhere, where it would stay as it was: by a member of a module (register it once: "
+      " is also kept elsewhere, where it would stay as it was: by a module outside of this one (call this "
+      "for a module that has both), by a member of a module (register it once: "
       "tessera::register_members<M>(&M::member)), by an optimiser or a list of parameters (make them "
       "afterwards), or by a graph that is still alive.");
 }
@@ -71,7 +69,7 @@ void distribute_parameter(torch::nn::Module& module, const std::string& name, co
   const std::string what = words(parameter ? "parameter" : "buffer", name, module, *in.tree);
   const bool is_distributed = handle && DTensor::is_dtensor(*handle);
   // Without a source, nothing is exchanged, and so nothing compared.
-  const comm::Agreement agreement("distribute_parameter", source ? joint_group_of(mesh) : Group(), [&] {
+  const comm::Agreement agreement("distribute_parameter", source ? mesh.joint_group_or_null() : Group(), [&] {
     TESSERA_CHECK_VALUE(handle, "distribute_parameter: ", module.name(), " has no parameter and no buffer '",
                         name, "'; it has ", parameters_of(module).keys(), " and ", buffers_of(module).keys(),
                         ".");
@@ -87,14 +85,14 @@ void distribute_parameter(torch::nn::Module& module, const std::string& name, co
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const PartitionFn& partition,
                        const PrepareFn& prepare_inputs, const PrepareFn& prepare_outputs) {
   const InTree in(module);
-  const Placements replicated(mesh.ndim(), Replicate());
+  const Placements on_all_ranks = replicated(mesh);
   const auto distribute_all = [&] {
     module.apply([&](const std::string& name, torch::nn::Module& each) {
       if (partition) partition(name, each, mesh);
       auto rest = [&](NamedTensors& tensors, const char* kind) {
         for (auto& item : tensors) {
           if (!item.value().defined() || DTensor::is_dtensor(item.value())) continue;
-          distribute(item.value(), mesh, replicated, 0, *in.tree, &tensors == &parameters_of(each),
+          distribute(item.value(), mesh, on_all_ranks, 0, *in.tree, &tensors == &parameters_of(each),
                      words(kind, item.key(), each, *in.tree));
         }
       };
@@ -103,7 +101,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const 
     });
   };
   comm::together(
-      "distribute_module", joint_group_of(mesh),
+      "distribute_module", mesh.joint_group_or_null(),
       [&] { return c10::str(module.name(), ", ", mesh, ", ", tensors_text(module)); }, distribute_all);
   auto bound = [&](const PrepareFn& prepare) -> TensorsHook {
     if (!prepare) return {};

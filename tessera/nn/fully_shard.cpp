@@ -37,45 +37,56 @@ bool has_tensor(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor
                      [&](const at::Tensor& each) { return each.is_same(tensor); });
 }
 
-/// Shards one parameter, in the module itself.
-void shard_parameter(Module& module, const std::string& name, const ShardDims& dims, int64_t dim,
-                     std::optional<int64_t> source) {
-  at::Tensor& handle = *parameters_of(module).find(name);
-  const Spec target = shard_target(handle, dims, dim);
-  if (!DTensor::is_dtensor(handle))
-    return distribute_parameter(module, name, target.mesh(), target.placements(), source);
-  TESSERA_CHECK(!handle.grad().defined(), "fully_shard: parameter '", name,
-                "' has a gradient; call zero_grad() first.");
-  // Into the same tensor: handles need not be found.
-  handle.set_data(sharded_as(handle, target));
+/// A parameter of a module, and how it will be placed.
+struct Target {
+  Module* module;
+  std::string name, path;
+  Spec spec;
+};
+
+/// Those that become the unit. Throws before anything is changed.
+std::vector<Target> targets_of(Module& root, const ShardDims& dims, const FullyShardOptions& options) {
+  std::vector<Target> targets;
+  std::vector<at::Tensor> seen;
+  const auto add = [&](const std::string& path, Module& module) {
+    for (const auto& each : parameters_of(module)) {
+      const at::Tensor& handle = each.value();
+      if (!handle.defined() || has_tensor(options.ignored_params, handle) || ShardUnit::of(handle).first ||
+          has_tensor(seen, handle))
+        continue;  // the last: several modules have it
+      seen.push_back(handle);
+      const std::string full = path.empty() ? each.key() : path + "." + each.key();
+      TESSERA_CHECK(!DTensor::is_dtensor(handle) || !handle.grad().defined(), "fully_shard: parameter '",
+                    full, "' has a gradient; call zero_grad() first.");
+      const int64_t dim = options.shard_dim ? options.shard_dim(full, handle) : 0;
+      targets.push_back({&module, each.key(), full, shard_target(handle, dims, dim)});
+    }
+  };
+  root.apply([&](const std::string& path, Module& module) { add(path, module); });
+  return targets;
 }
 
-/// The parameters that become the unit, sharded.
+/// The parameters that become the unit, sharded; buffers are replicated.
 std::vector<ShardUnit::Parameter> shard_parameters(Module& root, const ShardDims& dims,
                                                    const FullyShardOptions& options) {
+  const Tree tree(root);
   std::vector<ShardUnit::Parameter> result;
-  const auto add = [&](const std::string& path, Module& module) {
-    for (const std::string& name : parameters_of(module).keys()) {
-      at::Tensor* handle = parameters_of(module).find(name);
-      if (!handle->defined() || has_tensor(options.ignored_params, *handle) || ShardUnit::of(*handle).first)
-        continue;
-      const auto known = std::find_if(result.begin(), result.end(), [&](const ShardUnit::Parameter& each) {
-        return each.tensor.is_same(*handle);
-      });
-      if (known != result.end()) continue;  // several modules have it
-      const std::string full = path.empty() ? name : path + "." + name;
-      shard_parameter(module, name, dims, options.shard_dim ? options.shard_dim(full, *handle) : 0,
-                      options.source);
-      result.push_back({full, *parameters_of(module).find(name)});
-    }
+  for (const Target& target : targets_of(root, dims, options)) {
+    at::Tensor& handle = *parameters_of(*target.module).find(target.name);
+    if (DTensor::is_dtensor(handle))
+      handle.set_data(sharded_as(handle, target.spec));  // into the same tensor: handles need not be found
+    else
+      distribute_parameter(*target.module, target.name, target.spec.mesh(), target.spec.placements(),
+                           options.source);
+    result.push_back({target.path, *parameters_of(*target.module).find(target.name)});
+  }
+  root.apply([&](const std::string&, Module& module) {
     for (const std::string& name : buffers_of(module).keys()) {
       const at::Tensor* handle = buffers_of(module).find(name);
       if (handle->defined() && !DTensor::is_dtensor(*handle))
         distribute_parameter(module, name, dims.mesh, replicated(dims.mesh), options.source);
     }
-  };
-  const Tree tree(root);
-  root.apply([&](const std::string& path, Module& module) { add(path, module); });
+  });
   return result;
 }
 
@@ -110,7 +121,7 @@ void fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions
   std::vector<ShardUnit::Parameter> parameters;
   std::optional<ShardDims> dims;
   comm::together(
-      "fully_shard", mesh.is_member() ? mesh.get_joint_group() : Group(),
+      "fully_shard", mesh.joint_group_or_null(),
       [&] {
         TESSERA_CHECK(!ours.unit, "fully_shard: this ", module.name(), " is a unit already.");
         dims = ShardDims::of(mesh, options.dims);

@@ -145,7 +145,7 @@ bool is_distributed_on(const at::Tensor& tensor, const DeviceMesh& mesh) {
 void broadcast_values(const at::Tensor& tensor, const DeviceMesh& mesh) {
   const at::NoGradGuard no_grad;
   const at::Tensor local = local_of(tensor);
-  local.copy_(distribute_tensor(local, mesh, Placements(mesh.ndim(), Replicate())).to_local());
+  local.copy_(distribute_tensor(local, mesh, replicated(mesh)).to_local());
 }
 
 GradientReduction::GradientReduction(DeviceMesh mesh, Options options)

@@ -38,7 +38,7 @@ void replicate(torch::nn::Module& module, const DeviceMesh& mesh, const Replicat
   std::shared_ptr<GradientReduction> reduction;
   Attachment& ours = attachment(module);
   comm::together(
-      "replicate", mesh.is_member() ? mesh.get_joint_group() : Group(),
+      "replicate", mesh.joint_group_or_null(),
       [&] {
         reduction = std::make_shared<GradientReduction>(mesh, options);
         TESSERA_CHECK(!ours.reduction, "replicate: this ", module.name(), " is replicated already.");

@@ -72,7 +72,9 @@ class ShardUnit::Backward final : public torch::autograd::Node {
 
   std::string name() const override { return "FullyShardBackward"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    return unit_->reduced(std::move(gradients));
+    std::vector<bool> trained;
+    for (const size_t i : c10::irange(gradients.size())) trained.push_back(should_compute_output(i));
+    return unit_->reduced(std::move(gradients), is_local, trained);
   }
 
   const bool is_local;
@@ -141,6 +143,12 @@ void ShardUnit::describe() {
     layouts_.push_back(std::move(layout));
   }
   packing_.emplace(std::move(items), dims_.shards());
+  if (unreduced_local_)
+    TORCH_WARN(
+        "fully_shard: parameters were replaced while gradients of them were kept, not reduced: these are "
+        "dropped. "
+        "Call a backward that reduces them first (set_requires_gradient_sync).");
+  unreduced_local_.reset();
   unreduced_.clear();
   unreduced_.resize(parameters_.size());
 }
@@ -271,6 +279,12 @@ void ShardUnit::release() {
 
 bool ShardUnit::keeps_after_forward() const {
   return is_in_backward() || !options_.reshard_after_forward.value_or(!outer_.expired());
+}
+
+bool ShardUnit::frees_after_backward() const {
+  // A backward inside of forward, of a model that computes gradients itself: forward goes on with what is
+  // gathered.
+  return reshard_after_backward_ && !schedule_->is_in_forward();
 }
 
 void ShardUnit::begin_forward(std::optional<bool> local) {

@@ -83,7 +83,7 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
 
   /// Around forward of the unit's module, where that is known. `local`: each rank has a batch of its own, as
   /// plain tensors, and gradients are averaged; otherwise tensors are distributed on the mesh, and gradients
-  /// are sums. Nothing: as the units around it.
+  /// are sums. Nothing: as the units around it; local, if there are none.
   void begin_forward(std::optional<bool> local);
   void end_forward();
   /// Before backward of the unit, where that is known: what is plain cannot be restored when it is read.
@@ -120,15 +120,23 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   /// Frees the parameters until they are used again.
   void release();
   bool keeps_after_forward() const;
+  bool frees_after_backward() const;
   c10::intrusive_ptr<torch::autograd::Node> node();
   double divisor() const { return gradient_divisor_.value_or(static_cast<double>(dims_.ranks())); }
   bool is_in_backward() const { return !in_backward_.expired(); }
-  /// Frees the parameters; the gradients placed as the parameters.
-  torch::autograd::variable_list reduced(torch::autograd::variable_list gradients);
+  /// Frees the parameters; the gradients placed as the parameters. `trained`: which parameters may have one, on
+  /// some rank.
+  torch::autograd::variable_list reduced(torch::autograd::variable_list gradients, bool local,
+                                         const std::vector<bool>& trained);
+  torch::autograd::variable_list reduced_now(torch::autograd::variable_list gradients, bool local,
+                                             const std::vector<bool>& trained);
+  /// Of gradients that are kept, if no backward that reduces came here: adds them to those of the parameters.
+  void reduce_kept();
   at::Tensor reduced_alone(size_t index, const at::Tensor& gradient) const;
   std::optional<Part> part_of(size_t index, const at::Tensor& gradient) const;
-  at::ScalarType reduce_dtype(const at::Tensor& gradient) const;
-  void reduce_together(std::vector<Part> parts, at::ScalarType dtype,
+  at::ScalarType reduce_dtype(at::ScalarType own) const;
+  Packing::Item packed(const Part& part, at::ScalarType dtype) const;
+  void reduce_together(std::vector<Part> parts, at::ScalarType dtype, bool local,
                        torch::autograd::variable_list& results);
 
   std::vector<Parameter> parameters_;
@@ -142,9 +150,10 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   std::array<std::weak_ptr<ShardUnit>, 2> next_;  // in forward and in backward, when it was last used
   std::shared_ptr<Gathered> gathered_;
   c10::weak_intrusive_ptr<torch::autograd::Node> node_{c10::intrusive_ptr<torch::autograd::Node>()};
-  std::vector<at::Tensor> unreduced_;  // gradients that are kept
-  std::weak_ptr<void> in_backward_;    // begin_backward was called, and this backward is not done
-  uint64_t sequence_nr_ = 0;           // of the node
+  std::vector<at::Tensor> unreduced_;    // gradients that are kept
+  std::optional<bool> unreduced_local_;  // whether they are of local batches; none: none are kept
+  std::weak_ptr<void> in_backward_;      // begin_backward was called, and this backward is not done
+  uint64_t sequence_nr_ = 0;             // of the node
   bool syncs_gradients_ = true;
   std::optional<double> gradient_divisor_;
   bool reshard_after_backward_ = true;

@@ -175,7 +175,7 @@ void parallelized(Module& module, const DeviceMesh& mesh, const ParallelizeOptio
   const bool compares = options.source && mesh.is_member();
   std::optional<ParallelDim> where;
   comm::together(
-      "parallelize_module", compares ? mesh.get_joint_group() : Group(),
+      "parallelize_module", options.source ? mesh.joint_group_or_null() : Group(),
       [&] {
         where = where_of(mesh, options);
         if (!compares) return std::string();

@@ -16,6 +16,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace tessera {
 
@@ -51,60 +52,81 @@ at::Tensor dense(const at::Tensor& local, const Spec& spec) {
 /// A gradient that is reduced together with others.
 struct ShardUnit::Part {
   size_t index;               // of the parameter
-  at::Tensor local;           // this rank's, gathered, dense
+  at::Tensor local;           // this rank's, gathered, dense; undefined: it has none
   std::vector<int64_t> dims;  // of the parameter's mesh, along which the result is to be reduced too
   bool averages = false;
 };
 
-variable_list ShardUnit::reduced(variable_list gradients) {
+variable_list ShardUnit::reduced(variable_list gradients, bool local, const std::vector<bool>& trained) {
   in_backward_.reset();
-  if (reshard_after_backward_) reshard();
+  if (frees_after_backward()) reshard();
   schedule_->backward();
-  variable_list results(gradients.size());
   for (const size_t i : c10::irange(gradients.size())) {
     at::Tensor& kept = unreduced_[i];
     if (!kept.defined()) continue;
     gradients[i] = gradients[i].defined() ? kept + gradients[i] : kept;
     kept.reset();
   }
-  if (!syncs_gradients_) {
-    for (at::Tensor& gradient : gradients) {
-      if (gradient.defined()) gradient = gradient.to(reduce_dtype(gradient));
-    }
-    unreduced_ = std::move(gradients);
-    return results;
+  unreduced_local_.reset();
+  if (syncs_gradients_) return reduced_now(std::move(gradients), local, trained);
+  for (at::Tensor& gradient : gradients) {
+    if (gradient.defined()) gradient = gradient.to(reduce_dtype(gradient.scalar_type()));
   }
+  unreduced_ = std::move(gradients);
+  unreduced_local_ = local;
+  return variable_list(unreduced_.size());
+}
+
+void ShardUnit::reduce_kept() {
+  if (!syncs_gradients_ || !unreduced_local_) return;
+  const bool local = *std::exchange(unreduced_local_, std::nullopt);
+  const at::NoGradGuard no_grad;
+  std::vector<bool> trained;
+  for (const Parameter& each : parameters_) trained.push_back(each.tensor.requires_grad());
+  const variable_list results =
+      reduced_now(std::exchange(unreduced_, variable_list(parameters_.size())), local, trained);
+  for (const size_t i : c10::irange(results.size())) {
+    if (!results[i].defined() || !trained[i]) continue;
+    (*torch::autograd::impl::grad_accumulator(parameters_[i].tensor))({results[i]});
+  }
+}
+
+variable_list ShardUnit::reduced_now(variable_list gradients, bool local, const std::vector<bool>& trained) {
+  variable_list results(gradients.size());
   std::map<at::ScalarType, std::vector<Part>> parts;
   for (const size_t i : c10::irange(gradients.size())) {
     const at::Tensor gradient = std::exchange(gradients[i], {});
-    if (!gradient.defined()) continue;
     // A graph of the gradient is made of one operator for each.
-    auto part = at::GradMode::is_enabled() ? std::nullopt : part_of(i, gradient);
+    const bool alone = at::GradMode::is_enabled();
+    // Which parameters a local batch uses is known to its rank alone: all of them take part.
+    if (local && !alone ? !trained[i] : !gradient.defined()) continue;
+    auto part = alone ? std::nullopt : part_of(i, gradient);
     if (!part) {
       results[i] = reduced_alone(i, gradient);
       continue;
     }
-    parts[reduce_dtype(gradient)].push_back(std::move(*part));
+    parts[reduce_dtype(layouts_[i].gathered.dtype())].push_back(std::move(*part));
   }
   const at::NoGradGuard no_grad;
-  for (auto& [dtype, list] : parts) reduce_together(std::move(list), dtype, results);
+  for (auto& [dtype, list] : parts) reduce_together(std::move(list), dtype, local, results);
   return results;
 }
 
-at::ScalarType ShardUnit::reduce_dtype(const at::Tensor& gradient) const {
-  const at::ScalarType own = gradient.scalar_type();
+at::ScalarType ShardUnit::reduce_dtype(at::ScalarType own) const {
   return at::isFloatingType(own) ? options_.mp_policy.reduce_dtype.value_or(own) : own;
 }
 
 std::optional<ShardUnit::Part> ShardUnit::part_of(size_t index, const at::Tensor& gradient) const {
   const Layout& layout = layouts_[index];
-  if (!layout.item) return std::nullopt;
   const ShardDims dims = dims_.on(layout.sharded.mesh());
-  const DTensorImpl* impl = DTensorImpl::of(gradient);
+  const DTensorImpl* impl = gradient.defined() ? DTensorImpl::of(gradient) : nullptr;
   if (!impl || impl->spec().mesh() != layout.gathered.mesh()) {  // of a local batch
-    at::Tensor local =
+    Part part{index, {}, dims.replicate, /*averages=*/true};
+    if (!gradient.defined()) return part;
+    const at::Tensor local =
         impl ? DTensorImpl::of(as_parameter(DTensor(gradient), layout.inner))->local() : gradient;
-    return Part{index, dense(local, layout.gathered), dims.replicate, /*averages=*/true};
+    part.local = dense(local, layout.gathered);
+    return part;
   }
   Part part{index, {}, {}};
   const Spec& spec = impl->spec();
@@ -121,42 +143,53 @@ std::optional<ShardUnit::Part> ShardUnit::part_of(size_t index, const at::Tensor
 at::Tensor ShardUnit::reduced_alone(size_t index, const at::Tensor& gradient) const {
   const Layout& layout = layouts_[index];
   const DTensorImpl* impl = DTensorImpl::of(gradient);
-  if (impl && impl->spec().mesh() == layout.gathered.mesh())
-    return as_parameter(DTensor(gradient), layout.sharded).to(layout.sharded.dtype());
-  TESSERA_CHECK(!at::GradMode::is_enabled(),
+  TESSERA_CHECK(impl && impl->spec().mesh() == layout.gathered.mesh(),
                 "fully_shard: gradients of gradients need distributed batches; distribute the batch on ",
                 dims_.mesh, ".");
-  const at::Tensor local =
-      impl ? DTensorImpl::of(as_parameter(DTensor(gradient), layout.inner))->local() : gradient;
-  const at::Tensor result = local.to(layout.sharded.dtype(), /*non_blocking=*/false, /*copy=*/true);
-  std::vector<MeshDim> all(dims_.replicate.begin(), dims_.replicate.end());
-  all.emplace_back(dims_.shard);
-  comm::all_reduce(result, c10d::ReduceOp::SUM, dims_.mesh.get_group(all)).wait();
-  result.div_(divisor());
-  return make_dtensor(result, layout.sharded);
+  return as_parameter(DTensor(gradient), layout.sharded).to(layout.sharded.dtype());
 }
 
-void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, variable_list& results) {
+/// Where the gradient lies in the message: each rank gets all of one that is not sharded.
+Packing::Item ShardUnit::packed(const Part& part, at::ScalarType dtype) const {
+  const Layout& layout = layouts_[part.index];
+  Packing::Item item = layout.item ? packing_->item(*layout.item) : Packing::Item{1, dims_.shards(), 1};
+  item.dtype = dtype;
+  return item;
+}
+
+void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, bool local,
+                                variable_list& results) {
   schedule_->finish_reduction();
   const auto key = [&](const Part& part) {
     return std::pair(part.dims, part.dims.empty() ? "" : layouts_[part.index].sharded.mesh().str());
   };
   std::stable_sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) { return key(a) < key(b); });
   std::vector<Packing::Item> items;
-  for (const Part& part : parts) {
-    items.push_back(packing_->item(*layouts_[part.index].item));
-    items.back().dtype = dtype;
-  }
+  for (const Part& part : parts) items.push_back(packed(part, dtype));
+  // Of local batches each rank also learns how many ranks have each gradient.
+  const auto count = static_cast<int64_t>(parts.size());
+  if (local) items.push_back({1, dims_.shards(), count, dtype});
+  const size_t last_item = items.size() - 1;
   const Packing packing(std::move(items), dims_.shards());
   const int64_t rank = dims_.mesh.get_local_rank(MeshDim(dims_.shard));
-  const auto options = parts[0].local.options().dtype(at::kByte);
+  const auto options =
+      DTensorImpl::of(parameters_[parts[0].index].tensor)->local().options().dtype(at::kByte);
   const auto under_way = std::make_shared<UnderWay>();
   const comm::MemoryInFlight in_flight;
   under_way->input = new_memory({packing.ranks() * packing.bytes()}, options);
+  const at::Tensor present = local ? at::ones({count}, options.dtype(dtype)) : at::Tensor();
+  std::vector<size_t> missing;  // here
   for (const size_t i : c10::irange(parts.size())) {
-    packing.pack(under_way->input, i, parts[i].local);
-    parts[i].local.reset();
+    at::Tensor value = std::exchange(parts[i].local, {});
+    const Layout& layout = layouts_[parts[i].index];
+    if (!value.defined()) {
+      missing.push_back(i);
+      present[static_cast<int64_t>(i)].zero_();
+      value = at::zeros(layout.gathered.local_shape(), options.dtype(dtype));
+    }
+    packing.pack(under_way->input, i, layout.item ? value : value.expand({packing.ranks()}).contiguous());
   }
+  if (local) packing.pack(under_way->input, last_item, present.expand({packing.ranks(), count}).contiguous());
   at::Tensor output = under_way->input;
   if (packing.ranks() > 1 && packing.bytes() > 0) {
     output = new_memory({packing.bytes()}, options);
@@ -168,7 +201,8 @@ void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, v
     while (end < parts.size() && key(parts[end]) == key(parts[first])) ++end;
     if (parts[first].dims.empty()) continue;
     under_way->wait();
-    const at::Tensor begin = packing.shard(output, first, rank), last = packing.shard(output, end - 1, rank);
+    const at::Tensor begin = packing.shard(output, first, rank),
+                     last = packing.shard(output, end == parts.size() ? last_item : end - 1, rank);
     const int64_t size = last.storage_offset() + last.numel() - begin.storage_offset();
     const std::vector<MeshDim> dims(parts[first].dims.begin(), parts[first].dims.end());
     under_way->collectives.push_back(
@@ -176,8 +210,14 @@ void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, v
                          layouts_[parts[first].index].sharded.mesh().get_group(dims)));
   }
   const bool waits = !options_.overlap;
-  if (waits) under_way->wait();
+  // Whether another rank has what is missing here decides whether there is a gradient.
+  if (waits || !missing.empty()) under_way->wait();
+  std::vector<bool> is_used(parts.size(), true);
+  for (const size_t i : missing)
+    is_used[i] = !output.is_meta() &&
+                 packing.shard(output, last_item, rank)[static_cast<int64_t>(i)].ne(0).item<bool>();
   for (const size_t i : c10::irange(parts.size())) {
+    if (!is_used[i]) continue;
     const Spec& spec = layouts_[parts[i].index].sharded;
     const double divide_by = parts[i].averages ? divisor() : 1;
     const auto finish = [under_way, output, shard = packing.shard(output, i, rank), spec, divide_by] {

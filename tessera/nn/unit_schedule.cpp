@@ -55,12 +55,12 @@ void UnitSchedule::drop_prefetched() {
   const auto unit = prefetched_.lock();
   prefetched_.reset();
   if (!unit || !unit->gathered_ || !unit->gathered_->is_started()) return;
-  unit->gathered_->fill();
   unit->gathered_->free();
 }
 
 void UnitSchedule::enter_forward(std::optional<bool> local) {
-  if (depth_ == 0 && local) local_ = *local;
+  // Where nothing says otherwise each rank has its own batch. What is computed again in backward is as it was.
+  if (depth_ == 0 && (local || !is_in_backward_pass())) local_ = local.value_or(true);
   TESSERA_CHECK_VALUE(
       !local || *local == local_, "fully_shard: the inputs of a unit are ",
       *local ? "plain tensors" : "distributed tensors", ", but those of the unit around it were ",
@@ -97,9 +97,13 @@ void UnitSchedule::end_backward() {
     const auto unit = each.lock();
     if (!unit) continue;
     unit->in_backward_.reset();
-    if (unit->reshard_after_backward_) unit->reshard();
+    if (unit->frees_after_backward()) unit->reshard();
   }
   end_pass();
+  for (const auto& each : units_) {
+    if (const auto unit = each.lock()) unit->reduce_kept();
+  }
+  finish_reduction();
 }
 
 void UnitSchedule::end_pass() {

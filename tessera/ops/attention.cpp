@@ -1,9 +1,11 @@
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -157,3 +159,20 @@ Table attention_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+void register_attention_composites(torch::Library& library) {
+  register_composed(library, {"_scaled_dot_product_attention_math"});
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_attention_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_attention_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

@@ -122,6 +122,26 @@ MeshDims sequence_dims(const AttentionCall& call) {
   return dims;
 }
 
+/// Of a call that is none of ours, which takes `is_causal` by the order of elements: that is the one of
+/// positions on one rank only.
+void check_is_in_order(const AttentionCall& call) {
+  const auto& options = context_parallel_options();
+  if (!options || !options->zigzag || !call.is_causal) return;
+  for (const at::Tensor& each : {call.query, call.key, call.value}) {
+    const DTensorImpl* impl = each.defined() ? DTensorImpl::of(each) : nullptr;
+    if (!impl || each.dim() < 2 || each.numel() == 0 || !impl->spec().mesh().is_member()) continue;
+    const Spec& spec = impl->spec();
+    const MeshDims dims = kernels::mesh_dims_of(spec, each.dim() - 2);
+    TESSERA_CHECK_AS(
+        c10::NotImplementedError,
+        spec.mesh().size() == 1 || (!dims.empty() && ranks_along(spec.mesh(), dims) == 1),
+        "scaled_dot_product_attention: causal attention in zig-zag order takes queries, keys and values of "
+        "dims "
+        "(batch, heads, length, size), with the length of the queries sharded, and no forward-mode AD; got ",
+        spec, ". Redistribute them so, or leave the sequence in order and zigzag out.");
+  }
+}
+
 /// How many ranks share the heads of `spec`, if these mesh dims do too.
 int64_t ranks_of_heads(const Spec& spec, const MeshDims& mesh_dims) {
   MeshDims all = kernels::mesh_dims_of(spec, kHeadsDim);
@@ -380,7 +400,10 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
                                         bool enable_gqa) {
   const AttentionCall call{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
   const MeshDims mesh_dims = sequence_dims(call);
-  if (mesh_dims.empty()) return composed(call);
+  if (mesh_dims.empty()) {
+    check_is_in_order(call);
+    return composed(call);
+  }
   const auto options = options_of(call);
   const auto method = options ? options->method : cheapest(call, mesh_dims);
   if (!method) return composed(call);

@@ -1,5 +1,5 @@
 #include <tessera/dispatch/dtensor_impl.h>
-#include <tessera/kernels/embedding.h>
+#include <tessera/kernels/embedding_rows.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/as_one.h>
 #include <tessera/ops/family.h>

@@ -367,7 +367,24 @@ at::Tensor index(c10::DispatchKeySet keys, const at::Tensor& self, const Indices
   return IndexOfSharded::apply(self, indices);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { library.impl("index.Tensor", index); }
+/// libtorch adds to zeros in place, which are replicated and would have to stay so.
+at::Tensor index_select_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes, int64_t dim,
+                                 const at::Tensor& index) {
+  return grad.new_zeros_symint(sizes).index_add(dim, index, grad);
+}
+
+/// libtorch adds to replicated zeros in place here too.
+at::Tensor gather_backward(const at::Tensor& grad, const at::Tensor& self, int64_t dim,
+                           const at::Tensor& index, bool sparse_grad) {
+  if (sparse_grad) return at::_gather_sparse_backward(self, dim, index, grad);
+  return grad.new_zeros_symint(self.sym_sizes()).scatter_add(dim, index, grad);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  library.impl("index.Tensor", index);
+  library.impl("index_select_backward", index_select_backward);
+  library.impl("gather_backward", gather_backward);
+}
 
 }  // namespace
 

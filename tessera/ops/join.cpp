@@ -1,11 +1,13 @@
 #include <tessera/kernels/exchange.h>
 #include <tessera/ops/family.h>
+#include <tessera/ops/plain_gradients.h>
 #include <tessera/redistribute/memory.h>
 
 #include <algorithm>
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -278,3 +280,50 @@ Table join_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd
+
+namespace tessera {
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+/// Without dims and elements, tensors are left out of what is joined.
+bool is_left_out(const at::Tensor& tensor) {
+  return tensor.dim() == 1 && tensor.size(0) == 0 && tensor.requires_grad();
+}
+
+void cat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  IValue& list = (*stack)[stack->size() - 2];
+  const at::List<at::Tensor> given = list.toTensorList();
+  if (at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), is_left_out)) {
+    std::vector<at::Tensor> tensors = given.vec();
+    for (at::Tensor& tensor : tensors) {
+      if (is_left_out(tensor)) tensor = with_distributed_gradient(tensor);
+    }
+    list = std::move(tensors);
+  }
+  call_autograd_formula(op, keys, stack);
+}
+
+/// The gradient of what is repeated no times is zeros.
+void repeat(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const IValue& repeats = stack->back();
+  IValue& self = (*stack)[stack->size() - 2];
+  const auto sizes = repeats.toListRef();
+  const bool is_none = std::any_of(sizes.begin(), sizes.end(),
+                                   [](const IValue& size) { return size.isInt() && size.toInt() == 0; });
+  if (at::GradMode::is_enabled() && is_none) self = with_distributed_gradient(self.toTensor());
+  call_autograd_formula(op, keys, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
+  library.impl("repeat", torch::CppFunction::makeFromBoxedFunction<&repeat>());
+}
+
+}  // namespace
+
+}  // namespace tessera

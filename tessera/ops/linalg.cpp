@@ -1,8 +1,12 @@
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -119,3 +123,46 @@ Table linalg_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd and composites
+
+namespace tessera {
+
+namespace {
+
+/// Its gradient is a corner of the exponential of [[A^H, G], [0, A^H]].
+struct MatrixExp : torch::autograd::Function<MatrixExp> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& self) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({self});
+    return at::linalg_matrix_exp(self);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const at::Tensor transposed = context->get_saved_variables()[0].mH();
+    const int64_t size = transposed.size(-1);
+    const at::Tensor upper = at::cat({transposed, gradients[0]}, -1);
+    const at::Tensor lower = at::cat({at::zeros_like(transposed), transposed}, -1);
+    const at::Tensor block = at::linalg_matrix_exp(at::cat({upper, lower}, -2));
+    return {block.narrow(-2, 0, size).narrow(-1, size, size)};
+  }
+};
+
+at::Tensor linalg_matrix_exp(const at::Tensor& self) { return MatrixExp::apply(self); }
+
+void register_linalg_composites(torch::Library& library) {
+  register_composed(library,
+                    {"linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float",
+                     "linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.tol_tensor"});
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_linalg_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  register_linalg_composites(library);
+  library.impl("linalg_matrix_exp", linalg_matrix_exp);
+}
+
+}  // namespace
+
+}  // namespace tessera

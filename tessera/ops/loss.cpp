@@ -1,6 +1,7 @@
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/order.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Reduction.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -196,7 +198,7 @@ Cases nll() {
       .letters = {"nc,n,c?->,", "c,,c?->,", "nchw,nhw,c?->,"}, .contiguous = "c", .never_empty = true};
   const Pattern mean{.letters = {"..,..,..?->,"},
                      .never_empty = true,
-                     .if_sharded = Decomposition{{"sums of losses and weights"}, weighted_mean}};
+                     .if_sharded = Decomposition{{"nll_loss_forward", "div"}, weighted_mean}};
   return by_reduction(with(each, of_local_classes()), mean, with(sum, of_local_classes()));
 }
 
@@ -349,3 +351,27 @@ Table loss_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+at::Tensor ctc_loss(const at::Tensor& log_probs, const at::Tensor& targets, const at::Tensor& input_lengths,
+                    const at::Tensor& target_lengths, int64_t blank, int64_t reduction, bool zero_infinity) {
+  return at::ctc_loss(log_probs, targets, integers_of(input_lengths), integers_of(target_lengths), blank,
+                      reduction, zero_infinity);
+}
+
+void register_loss_composites(torch::Library& library) {
+  register_composed(library, {"ctc_loss.IntList"});
+  library.impl("ctc_loss.Tensor", ctc_loss);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_loss_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_loss_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

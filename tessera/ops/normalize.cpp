@@ -373,7 +373,7 @@ Table normalize_rules() {
       {{"_batch_norm_no_update"}, by_native("native_batch_norm", batch_norm_no_update)},
       {{"batch_norm_backward"}, std::move(with_reserve)},
       {{"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"},
-       composed({"clones of the statistics", "which the operator that writes gets"})},
+       composed({"clone", "_native_batch_norm_legit", "_batch_norm_with_update"})},
       {{"native_batch_norm_backward"},
        {"channels sharded; else by sums",
         batch_norm_backward,

@@ -8,7 +8,11 @@ namespace tessera::ops {
 
 namespace {
 
-Localize by_maps(const std::vector<LinearMap>& maps, bool copies, bool backward) {
+/// An operator, or its gradient.
+enum class Direction { forward, backward };
+
+Localize by_maps(const std::vector<LinearMap>& maps, bool copies, Direction direction) {
+  const bool backward = direction == Direction::backward;
   return [=](const ChosenSpecs& chosen) {
     const Spec &given = chosen.inputs[0], &made = chosen.outputs[0];
     const auto local_maps = backward ? std::make_shared<const LinearMaps>(made, given, maps, copies)
@@ -24,7 +28,8 @@ Localize by_maps(const std::vector<LinearMap>& maps, bool copies, bool backward)
   };
 }
 
-std::optional<SpatialSharding> sharding_of(const Separable& op, const OpCall& call, bool backward) {
+std::optional<SpatialSharding> sharding_of(const Separable& op, const OpCall& call, Direction direction) {
+  const bool backward = direction == Direction::backward;
   const Spec& given = call.tensors[0];
   if (!op.copies && !at::isFloatingType(given.dtype())) return std::nullopt;
   Shape input = given.shape().vec();
@@ -39,21 +44,21 @@ std::optional<SpatialSharding> sharding_of(const Separable& op, const OpCall& ca
   Shape result(input.begin(), input.begin() + first);
   result.insert(result.end(), sizes.begin(), sizes.end());
   if (backward && given.shape() != c10::IntArrayRef(result)) return std::nullopt;
-  return SpatialSharding{sizes, by_maps(*maps, op.copies, backward)};
+  return SpatialSharding{sizes, by_maps(*maps, op.copies, direction)};
 }
 
-Planes separable(const Separable& op, bool backward) {
+Planes separable(const Separable& op, Direction direction) {
   return {.inner = op.inner,
-          .gradient = backward,
+          .gradient = direction == Direction::backward,
           .linear = true,
           .except = {at::kBool},
-          .spatial = [=](const OpCall& call) { return sharding_of(op, call, backward); },
+          .spatial = [=](const OpCall& call) { return sharding_of(op, call, direction); },
           .spatial_reads = op.reads};
 }
 
 }  // namespace
 
-Planes separable(const Separable& op) { return separable(op, false); }
-Planes separable_backward(const Separable& op) { return separable(op, true); }
+Planes separable(const Separable& op) { return separable(op, Direction::forward); }
+Planes separable_backward(const Separable& op) { return separable(op, Direction::backward); }
 
 }  // namespace tessera::ops

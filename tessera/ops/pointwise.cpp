@@ -1,6 +1,8 @@
 #include <tessera/ops/family.h>
+#include <tessera/ops/plain_gradients.h>
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -206,3 +208,18 @@ Table pointwise_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd
+
+namespace tessera {
+
+namespace {
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  distribute_gradients(library, {"_prelu_kernel_backward", "copysign.Tensor", "copysign_.Tensor", "nextafter",
+                                 "nextafter_", "sgn"});
+}
+
+}  // namespace
+
+}  // namespace tessera

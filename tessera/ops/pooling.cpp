@@ -1,9 +1,13 @@
+#include <tessera/error.h>
 #include <tessera/kernels/pooling.h>
 #include <tessera/ops/family.h>
+#include <tessera/ops/plain_gradients.h>
 
 #include <algorithm>
 
+#include <ATen/ops/max_pool1d_with_indices.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -126,3 +130,33 @@ Table pooling_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd and composites
+
+namespace tessera {
+
+namespace {
+
+/// libtorch reads the memory of what needs no gradient. It takes floats only then.
+at::Tensor max_pool1d(const at::Tensor& self, c10::IntArrayRef kernel_size, c10::IntArrayRef stride,
+                      c10::IntArrayRef padding, c10::IntArrayRef dilation, bool ceil_mode) {
+  TESSERA_CHECK_AS(c10::NotImplementedError, self.is_floating_point(), "max_pool1d: not implemented for ",
+                   self.scalar_type(), ".");
+  return std::get<0>(at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+void register_pooling_composites(torch::Library& library) { library.impl("max_pool1d", max_pool1d); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_pooling_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  register_pooling_composites(library);
+  distribute_gradients(
+      library, {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+                "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "avg_pool2d_backward",
+                "avg_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
+                "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"});
+}
+
+}  // namespace
+
+}  // namespace tessera

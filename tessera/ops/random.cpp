@@ -1,5 +1,6 @@
 #include <tessera/error.h>
 #include <tessera/ops/family.h>
+#include <tessera/ops/plain_gradients.h>
 #include <tessera/random/generator.h>
 #include <tessera/random/sample.h>
 
@@ -7,6 +8,7 @@
 #include <memory>
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 /// Random operators: each rank makes the numbers of the elements that it holds, which depend on where these
 /// lie in the global tensor and not on the rank (tessera/random). Nothing is communicated, and each operator
@@ -254,3 +256,31 @@ Table random_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd and composites
+
+namespace tessera {
+
+namespace {
+
+/// In one operator, whose mask is replicated also where the input is a partial sum.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  TESSERA_CHECK(p >= 0 && p <= 1, "dropout: p must be from 0 to 1, got ", p, ".");
+  if (!train || p == 0 || input.numel() == 0) return input;
+  TESSERA_CHECK_AS(c10::NotImplementedError, !input.is_complex() || p == 1, "dropout: not implemented for ",
+                   input.scalar_type(), ".");
+  return std::get<0>(at::native_dropout(input, p, true));
+}
+
+void register_random_composites(torch::Library& library) { library.impl("dropout", dropout); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_random_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  register_random_composites(library);
+  distribute_gradients(library,
+                       {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "poisson"});
+}
+
+}  // namespace
+
+}  // namespace tessera

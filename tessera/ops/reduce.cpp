@@ -1,5 +1,7 @@
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/extremes.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
@@ -8,6 +10,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -29,9 +32,10 @@ struct Reduced {
 };
 
 enum class Variance { variance, deviation };
+enum class Results { one, with_mean };
 
 /// By the mean, and the mean of squared differences.
-template <Variance kind, bool kWithMean>
+template <Variance kind, Results given>
 Stack variance(const c10::OperatorHandle& op, Stack stack) {
   const NamedArguments arguments(op, stack);
   const Reduced reduced(arguments);
@@ -46,13 +50,16 @@ Stack variance(const c10::OperatorHandle& op, Stack stack) {
                               std::max(0.0, count - correction));
   if (kind == Variance::deviation) result = at::sqrt(result);
   Stack results{result.to(x.scalar_type())};
-  if (kWithMean) results.emplace_back(at::mean(values, reduced.dims, reduced.keep).to(x.scalar_type()));
+  if (given == Results::with_mean)
+    results.emplace_back(at::mean(values, reduced.dims, reduced.keep).to(x.scalar_type()));
   return results;
 }
 
-Reduction variance_form(const Function& compute, size_t results) {
-  return {
-      .results = results, .empty_is_all = true, .if_sharded = Decomposition{{"mean", "sub", "sum"}, compute}};
+template <Variance kind, Results given>
+Reduction variance_form() {
+  return {.results = given == Results::with_mean ? 2u : 1u,
+          .empty_is_all = true,
+          .if_sharded = Decomposition{{"mean", "sub", "sum"}, variance<kind, given>}};
 }
 
 /// Each rank's own, and that of these.
@@ -322,10 +329,10 @@ Table reduce_rules() {
       {{"linalg_vector_norm"}, Norm{"ord"}},
       {{"linalg__powsum"}, Norm{.order = "ord", .powers = true}},
       {{"norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"}, Norm{"p"}},
-      {{"var.correction"}, variance_form(variance<Variance::variance, false>, 1)},
-      {{"std.correction"}, variance_form(variance<Variance::deviation, false>, 1)},
-      {{"var_mean.correction"}, variance_form(variance<Variance::variance, true>, 2)},
-      {{"std_mean.correction"}, variance_form(variance<Variance::deviation, true>, 2)},
+      {{"var.correction"}, variance_form<Variance::variance, Results::one>()},
+      {{"std.correction"}, variance_form<Variance::deviation, Results::one>()},
+      {{"var_mean.correction"}, variance_form<Variance::variance, Results::with_mean>()},
+      {{"std_mean.correction"}, variance_form<Variance::deviation, Results::with_mean>()},
       {{"logsumexp"}, logsumexp()},
       {{"mode", "median.dim", "nanmedian.dim", "kthvalue"}, Reduction{.results = 2}},
       {{"trace"}, trace()},
@@ -354,3 +361,23 @@ Table reduce_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
+  const auto shape = C10_AS_INTARRAYREF_SLOW(sizes);
+  return replicated_tensor(at::eye(shape[0], shape[1], grad.options()), DTensor(grad).device_mesh()) * grad;
+}
+
+void register_reduce_composites(torch::Library& library) { library.impl("trace_backward", trace_backward); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_reduce_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_reduce_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

@@ -3,6 +3,9 @@
 #include <tessera/ops/family.h>
 
 #include <ATen/ATen.h>
+#include <ATen/ops/cumprod_backward_native.h>
+#include <c10/util/irange.h>
+#include <torch/library.h>
 
 /// Running sums and their like along a dim. Where it is sharded, each rank continues from the ranks before
 /// it.
@@ -74,3 +77,41 @@ Table scan_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd
+
+namespace tessera {
+
+namespace {
+
+/// A gradient that is to have one itself, of products with zeros among them, is written into plain zeros by
+/// libtorch. Here element k of the input gets the sum of what it is a factor of, but for itself.
+at::Tensor cumprod_backward(const at::Tensor& gradient, const at::Tensor& input, int64_t dim,
+                            const at::Tensor& output) {
+  if (!at::GradMode::is_enabled() || input.dim() == 0 || input.numel() == 0)
+    return at::native::cumprod_backward(gradient, input, dim, output);
+  const at::Tensor factors = input.conj();
+  std::vector<at::Tensor> gradients;
+  for (const int64_t k : c10::irange(input.size(dim))) {
+    const at::Tensor before = at::prod(factors.slice(dim, 0, k), dim, /*keepdim=*/true);
+    const at::Tensor behind = at::cumprod(factors.slice(dim, k + 1), dim);
+    const at::Tensor others = at::cat({before, before * behind}, dim);
+    gradients.push_back((gradient.slice(dim, k) * others).sum(dim));
+  }
+  return at::stack(gradients, dim);
+}
+
+/// libtorch makes the zeros that this begins with as a plain tensor.
+at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& indices,
+                              int64_t dim) {
+  return input.numel() == 0 ? input : input.new_zeros(input.sizes()).scatter_add(dim, indices, grad);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  library.impl("cumprod_backward", cumprod_backward);
+  library.impl("cummaxmin_backward", cummaxmin_backward);
+}
+
+}  // namespace
+
+}  // namespace tessera

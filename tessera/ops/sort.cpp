@@ -1,10 +1,12 @@
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/order.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -155,3 +157,32 @@ Table sort_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd and composites
+
+namespace tessera {
+
+namespace {
+
+/// libtorch makes the zeros that this begins with as a plain tensor.
+at::Tensor value_selecting_reduction_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
+                                              c10::SymIntArrayRef sizes, bool keepdim) {
+  const bool is_reduced = !keepdim && !sizes.empty();
+  const at::Tensor zeros = grad.new_zeros_symint(sizes);
+  return is_reduced ? zeros.scatter(dim, indices.unsqueeze(dim), grad.unsqueeze(dim))
+                    : zeros.scatter(dim, indices, grad);
+}
+
+void register_sort_composites(torch::Library& library) {
+  register_composed(library, {"nanquantile", "nanquantile.scalar", "quantile", "quantile.scalar"});
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_sort_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  register_sort_composites(library);
+  library.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+}
+
+}  // namespace
+
+}  // namespace tessera

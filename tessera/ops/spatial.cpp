@@ -1,4 +1,5 @@
 #include <tessera/kernels/window.h>
+#include <tessera/ops/plain_gradients.h>
 #include <tessera/ops/planes.h>
 #include <tessera/redistribute/memory.h>
 
@@ -8,6 +9,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -251,3 +253,19 @@ Table spatial_rules() {
 }
 
 }  // namespace tessera::ops
+
+// --- autograd
+
+namespace tessera {
+
+namespace {
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) {
+  distribute_gradients(
+      library, {"reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+                "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"});
+}
+
+}  // namespace
+
+}  // namespace tessera

@@ -1,5 +1,7 @@
+#include <tessera/dtensor/dtensor.h>
 #include <tessera/error.h>
 #include <tessera/kernels/exchange.h>
+#include <tessera/ops/composites.h>
 #include <tessera/ops/family.h>
 #include <tessera/redistribute/execute.h>
 #include <tessera/redistribute/plan_cache.h>
@@ -7,7 +9,10 @@
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 namespace tessera::ops {
 
@@ -291,19 +296,23 @@ at::Tensor strided_of(const at::Tensor& base, const NamedArguments& a) {
 
 /// Operators that copy what a view shows, of the views of a table as far as libtorch has them ("squeeze.dim":
 /// "squeeze_copy.dim"), and of those that have their rule elsewhere.
-Entry copies(const Table& views) {
-  const std::string aten = "aten::";
-  std::vector<std::string> ops{"alias_copy", "detach_copy", "narrow_copy", "_reshape_copy"};
+Table copies(const Table& views) {
+  Table result;
+  const auto add = [&](const std::string& view, const std::string& overload) {
+    const std::string copy = view + "_copy" + (overload.empty() ? "" : "." + overload);
+    result.push_back({{copy}, composed({view, "clone"})});
+  };
+  for (const char* view : {"alias", "detach", "narrow"}) add(view, "");
+  result.push_back({{"_reshape_copy"}, composed({"reshape", "clone"})});
   for (const Entry& entry : views) {
-    for (const std::string& view : entry.ops) {
-      const size_t dot = view.find('.');
-      const c10::OperatorName copy(aten + view.substr(0, dot) + "_copy",
-                                   dot == std::string::npos ? "" : view.substr(dot + 1));
-      if (c10::Dispatcher::singleton().findSchema(copy))
-        ops.push_back(c10::toString(copy).substr(aten.size()));
+    for (const std::string& op : entry.ops) {
+      const size_t dot = op.find('.');
+      const std::string view = op.substr(0, dot),
+                        overload = dot == std::string::npos ? "" : op.substr(dot + 1);
+      if (c10::Dispatcher::singleton().findSchema({"aten::" + view + "_copy", overload})) add(view, overload);
     }
   }
-  return {std::move(ops), composed({"the view", "clone"})};
+  return result;
 }
 
 }  // namespace
@@ -355,8 +364,45 @@ Table view_rules() {
       {{"diagonal_backward"},
        DimMap{.added = {"dim1", "dim2"}, .last_dropped = 1, .sizes = "input_sizes", .linear = true}},
   };
-  views.push_back(copies(views));
+  const Table of_views = copies(views);
+  views.insert(views.end(), of_views.begin(), of_views.end());
   return views;
 }
 
 }  // namespace tessera::ops
+
+// --- composites
+
+namespace tessera {
+
+namespace {
+
+/// By view, whose sizes are global; libtorch's way is to say the strides too, which no rank's memory has.
+at::Tensor reshape(const at::Tensor& self, c10::SymIntArrayRef sizes) {
+  const auto shape = at::infer_size(C10_AS_INTARRAYREF_SLOW(sizes), self.numel());
+  if (at::detail::computeStride(self.sizes(), self.strides(), c10::IntArrayRef(shape)))
+    return self.view(shape);
+  return at::_unsafe_view(self.clone(at::MemoryFormat::Contiguous), shape);
+}
+
+std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& indices_or_sections,
+                                     int64_t dim) {
+  // A scalar tensor or a list, which is checked there as ever.
+  const at::Tensor value = full_of(indices_or_sections.detach());
+  if (!DTensor::is_dtensor(self) || value.dim() > 1 || value.scalar_type() != at::kLong)
+    return at::tensor_split(full_of(self), value, dim);
+  const std::vector<int64_t> numbers = integers_of(value);
+  return value.dim() == 0 ? at::tensor_split(self, numbers[0], dim) : at::tensor_split(self, numbers, dim);
+}
+
+void register_view_composites(torch::Library& library) {
+  library.impl("reshape", reshape);
+  library.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, library) { register_view_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, library) { register_view_composites(library); }
+
+}  // namespace
+
+}  // namespace tessera

@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// A batch in `count` parts along dim 0, as torch.tensor_split cuts it. Where a distributed batch is sharded along dim 0,
+/// A batch in `count` parts along dim 0, as torch.tensor_split splits it. Where a distributed batch is sharded along dim 0,
 /// every rank splits its own shard, so that nothing is moved: micro-batch i is part i of all shards. (Unless those would
 /// be no shards as torch.chunk makes them, or all empty; then the rows are split as those of a plain tensor.)
 /// Throws if there are fewer rows than parts.

@@ -149,6 +149,7 @@ struct PipelineRunner::State {
   Group group;                               // null if there is one rank
   std::map<int64_t, int64_t> last_backward;  // the micro-batch that each stage of this rank computes last
   int64_t known = 0;                         // hash of the inputs for which the following holds; 0: none
+  std::string trained;                       // which parameters of this rank's stages, then
   std::map<Key, TensorMetas> inputs, outputs;
   std::string failure;  // of an earlier step
 };
@@ -161,26 +162,30 @@ class PipelineRunner::Step {
       if (trains()) reduce_once_.try_emplace(stage.stage_index(), stage);
   }
 
-  /// All ranks learn what the first stage knows. If it throws on one, it does on all, and nothing has happened.
+  /// All ranks learn what the first stage knows, and whether any stage trains other parameters than before. If
+  /// it throws on one, it does on all, and nothing has happened.
   void begin() {
     const comm::Agreement agreement("PipelineSchedule::step", state_.group, [&] {
       check_arguments();
       return c10::str(state_.table.name, trains() ? "" : ", without backward");
     });
-    std::vector<int64_t> all(2 + state_.table.microbatches);
+    std::vector<int64_t> all(3 + state_.table.microbatches);
     if (state_.has_first()) all = heading();
+    trained_ = trained();
+    all[2] = trained_ != state_.trained;
     if (state_.group) {
       const at::Tensor given = at::tensor(all, at::kLong).to(device());
-      const at::Tensor got = at::empty_like(given);
-      const comm::Tensors copies(state_.has_first() ? state_.table.ranks() : 0, given);
-      comm::scatter(got, copies, state_.rank_of(0), state_.group).wait();
-      const at::Tensor here = got.cpu();
+      const comm::Tensors copies(state_.table.ranks(), given);
+      comm::Tensors got;
+      for (int64_t i = 0; i < state_.table.ranks(); ++i) got.push_back(at::empty_like(given));
+      comm::all_to_all(got, copies, state_.group).wait();
+      const at::Tensor here = at::stack(got).sum(0).cpu();  // the others' headings are zero
       copy_bytes(all.data(), here.const_data_ptr(), here.nbytes());
     }
     inputs_hash_ = all[0];
     rule_ = all[1];
-    tells_ = inputs_hash_ != state_.known;
-    samples_.assign(all.begin() + 2, all.end());
+    sends_metas_ = inputs_hash_ != state_.known || all[2] != 0;
+    samples_.assign(all.begin() + 3, all.end());
   }
 
   PipelineResult run() {
@@ -193,6 +198,7 @@ class PipelineRunner::Step {
     for (const PipelineAction& action : state_.table.actions[state_.rank]) perform(action);
     for (auto& [peer, sends] : sends_) finish(sends);
     state_.known = inputs_hash_;
+    state_.trained = trained_;
     return std::move(result_);
   }
 
@@ -209,12 +215,23 @@ class PipelineRunner::Step {
   at::DeviceType device() const { return state_.mesh.device_type(); }
   Slot& slot(int64_t stage, int64_t microbatch) { return slots_[{stage, microbatch}]; }
 
-  /// What the first stage knows of the batch: a hash of its inputs' shapes, one of the rule by which it was split, and the samples of each micro-batch.
+  /// What the first stage knows of the batch: a hash of its inputs' shapes, one of the rule by which it was
+  /// split, and the samples of each micro-batch.
   std::vector<int64_t> heading() const {
     std::string inputs;
     for (const Tensors& each : batch_.inputs) inputs += list(metas_of(each)) + ";";
-    std::vector<int64_t> result{hash_of(inputs), batch_.input_rule.empty() ? 0 : hash_of(batch_.input_rule)};
+    std::vector<int64_t> result{hash_of(inputs), batch_.input_rule.empty() ? 0 : hash_of(batch_.input_rule),
+                                0};
     result.insert(result.end(), batch_.samples.begin(), batch_.samples.end());
+    return result;
+  }
+
+  /// Which parameters of the stages require gradients: what stages pass on may, then.
+  std::string trained() const {
+    std::string result;
+    for (const PipelineStage& stage : state_.stages) {
+      for (const at::Tensor& each : stage.parameters()) result += each.requires_grad() ? '1' : '0';
+    }
     return result;
   }
 
@@ -287,11 +304,11 @@ class PipelineRunner::Step {
     return inputs;
   }
 
-  /// Stages that were told something else would receive garbage.
+  /// Stages that expect something else would receive garbage.
   void remember_outputs(int64_t stage, int64_t microbatch, const TensorMetas& metas) {
     TensorMetas& known = state_.outputs[{stage, microbatch}];
-    TESSERA_CHECK_VALUE(tells_ || known == metas, "Stage ", stage, " of the pipeline returned ", list(metas),
-                        " for micro-batch ", microbatch, ", where it returned ", list(known),
+    TESSERA_CHECK_VALUE(sends_metas_ || known == metas, "Stage ", stage, " of the pipeline returned ",
+                        list(metas), " for micro-batch ", microbatch, ", where it returned ", list(known),
                         " before, for inputs of the same shapes. Shapes, dtypes and placements that stages "
                         "pass on may depend "
                         "on those of the inputs only.");
@@ -356,7 +373,7 @@ class PipelineRunner::Step {
   void send_outputs(int64_t stage, int64_t microbatch) {
     Tensors outputs = std::exchange(slot(stage, microbatch).outputs, {});
     const int64_t peer = state_.rank_of(stage + 1);
-    if (!tells_) return send(peer, std::move(outputs));
+    if (!sends_metas_) return send(peer, std::move(outputs));
     const at::Tensor text =
         as_bytes(to_bytes(state_.outputs.at({stage, microbatch}), state_.mesh, stage), device());
     outputs.insert(outputs.begin(), {at::scalar_tensor(text.numel(), at::kLong).to(device()), text});
@@ -381,7 +398,7 @@ class PipelineRunner::Step {
   void expect_inputs(int64_t stage, int64_t microbatch) {
     const int64_t peer = state_.rank_of(stage - 1);
     TensorMetas& metas = state_.inputs[{stage, microbatch}];
-    if (tells_) {
+    if (sends_metas_) {
       const at::Tensor size = at::empty({}, at::TensorOptions(at::kLong).device(device()));
       comm::recv(size, peer, state_.group).wait();
       const at::Tensor text =
@@ -425,7 +442,8 @@ class PipelineRunner::Step {
   std::map<int64_t, Sends> sends_;  // by receiver
   std::vector<int64_t> samples_;
   int64_t inputs_hash_ = 0, rule_ = 0;
-  bool tells_ = true;  // whether stages tell the next one what they send
+  std::string trained_;
+  bool sends_metas_ = true;  // whether stages send the next one the metas of what they send
   PipelineResult result_;
 };
 

@@ -47,7 +47,7 @@ struct PipelineResult {
 
 /// Runs the stages of one rank as a table says. One for each rank; all of them run together.
 ///
-/// In the first step, stages tell their neighbours what they are going to send: shapes, dtypes, placements. These are
+/// In the first step, stages send their neighbours shapes, dtypes and placements of what they will send. These are
 /// kept as long as the inputs of the pipeline stay alike; then each message is the data alone.
 ///
 /// If a stage throws, the world has failed: the ranks of all other stages throw too, and say why.

@@ -24,12 +24,14 @@ std::vector<std::shared_ptr<GradientReduction>> reductions_of(const torch::nn::M
 PipelineStage::PipelineStage(std::shared_ptr<torch::nn::Module> module, Forward forward, int64_t stage_index,
                              int64_t num_stages, const DeviceMesh& mesh)
     : PipelineStage(
-          std::move(forward), [module] { return reductions_of(*module); }, stage_index, num_stages, mesh) {}
+          std::move(forward), [module] { return reductions_of(*module); }, stage_index, num_stages, mesh,
+          [module] { return module->parameters(); }) {}
 
 PipelineStage::PipelineStage(Forward forward, Reductions reductions, int64_t stage_index, int64_t num_stages,
-                             const DeviceMesh& mesh)
+                             const DeviceMesh& mesh, Parameters parameters)
     : forward_(std::move(forward)),
       reductions_(std::move(reductions)),
+      parameters_(std::move(parameters)),
       index_(stage_index),
       count_(num_stages),
       mesh_(mesh) {

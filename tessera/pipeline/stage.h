@@ -34,6 +34,8 @@ class TESSERA_API PipelineStage {
   using Forward = std::function<Tensors(const Tensors& inputs, int64_t microbatch)>;
   /// What reduces the gradients of the stage's parameters: see `replicate`.
   using Reductions = std::function<std::vector<std::shared_ptr<GradientReduction>>()>;
+  /// What the stage trains, or would, if it is not frozen. Which do may change between steps.
+  using Parameters = std::function<Tensors()>;
 
   /// `module` holds a module whose forward takes a tensor and returns one: a Linear, a Sequential, one of yours. It is
   /// called with its hooks (`tessera::call`).
@@ -56,7 +58,7 @@ class TESSERA_API PipelineStage {
                 int64_t num_stages, const DeviceMesh& mesh);
   /// For what is no module.
   PipelineStage(Forward forward, Reductions reductions, int64_t stage_index, int64_t num_stages,
-                const DeviceMesh& mesh);
+                const DeviceMesh& mesh, Parameters parameters = {});
 
   int64_t stage_index() const { return index_; }
   int64_t num_stages() const { return count_; }
@@ -66,12 +68,14 @@ class TESSERA_API PipelineStage {
 
   Tensors forward(const Tensors& inputs, int64_t microbatch) const { return forward_(inputs, microbatch); }
   std::vector<std::shared_ptr<GradientReduction>> reductions() const { return reductions_(); }
+  Tensors parameters() const { return parameters_ ? parameters_() : Tensors(); }
 
  private:
   static void check_one_input(const Tensors& inputs);
 
   Forward forward_;
   Reductions reductions_;
+  Parameters parameters_;
   int64_t index_, count_;
   DeviceMesh mesh_;
 };

@@ -10,8 +10,6 @@ namespace tessera::random {
 
 namespace {
 
-thread_local PlainDrawsWatch* innermost = nullptr;
-
 /// The operators that take a generator, and the position of that argument.
 const std::unordered_map<c10::OperatorName, size_t>& operators_with_generator() {
   static const auto& known = *[] {
@@ -35,19 +33,15 @@ bool is_distributed(const c10::IValue& value) {
 }  // namespace
 
 PlainDrawsWatch::PlainDrawsWatch()
-    : outer_(innermost),
+    : scope_(this),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&PlainDrawsWatch::look_at)
                                              .needsInputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}))) {
-  innermost = this;
-}
+                                             .scopes({at::RecordScope::FUNCTION}))) {}
 
-PlainDrawsWatch::~PlainDrawsWatch() {
-  innermost = outer_;
-  at::removeCallback(handle_);
-}
+PlainDrawsWatch::~PlainDrawsWatch() { at::removeCallback(handle_); }
 
 std::unique_ptr<at::ObserverContext> PlainDrawsWatch::look_at(const at::RecordFunction& call) {
+  PlainDrawsWatch* const innermost = ThreadScope<PlainDrawsWatch*, PlainDrawsWatch>::current();
   const auto name = call.operator_name();
   if (!innermost || !name) return nullptr;
   const auto& known = operators_with_generator();
@@ -57,7 +51,7 @@ std::unique_ptr<at::ObserverContext> PlainDrawsWatch::look_at(const at::RecordFu
   if (found->second >= inputs.size() || !inputs[found->second].isNone() ||
       std::any_of(inputs.begin(), inputs.end(), is_distributed))
     return nullptr;
-  for (PlainDrawsWatch* watch = innermost; watch; watch = watch->outer_) {
+  for (PlainDrawsWatch* watch = innermost; watch; watch = watch->scope_.outer()) {
     if (watch->seen_.empty()) watch->seen_ = c10::toString(*name);
   }
   return nullptr;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/export.h>
+#include <tessera/thread_scope.h>
 
 #include <memory>
 #include <string>
@@ -26,7 +27,7 @@ class TESSERA_API PlainDrawsWatch {
  private:
   static std::unique_ptr<at::ObserverContext> look_at(const at::RecordFunction& call);
 
-  PlainDrawsWatch* const outer_;
+  const ThreadScope<PlainDrawsWatch*, PlainDrawsWatch> scope_;
   std::string seen_;
   at::CallbackHandle handle_;
 };

@@ -87,22 +87,22 @@ class Chooser {
 
   ChosenStrategy decide() {
     choose_all();
-    ChosenStrategy decision;
+    ChosenStrategy chosen_strategy;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       const Spec& spec = call_.tensors[i];
-      decision.inputs.push_back(spec.with_placements(inputs_[i], order_));
-      decision.written.emplace_back();
+      chosen_strategy.inputs.push_back(spec.with_placements(inputs_[i], order_));
+      chosen_strategy.written.emplace_back();
       if (!call_.written[i]) continue;
-      decision.written.back() =
+      chosen_strategy.written.back() =
           spec.with_placements(returned_[i] < 0 ? inputs_[i] : output(returned_[i]), order_);
     }
     const size_t count = std::max(outputs_.size(), strategies_.results.size());
     for (const size_t i : c10::irange(count)) {
-      decision.outputs.push_back({mesh_, output(i), order_, result(i)});
+      chosen_strategy.outputs.push_back({mesh_, output(i), order_, result(i)});
     }
-    decision.has_local = static_cast<bool>(strategies_.localize);
-    if (strategies_.localize) decision.local = strategies_.localize(chosen(decision));
-    return decision;
+    chosen_strategy.has_local = static_cast<bool>(strategies_.localize);
+    if (strategies_.localize) chosen_strategy.local = strategies_.localize(chosen(chosen_strategy));
+    return chosen_strategy;
   }
 
  private:
@@ -216,9 +216,9 @@ class Chooser {
     return known;
   }
 
-  ChosenSpecs chosen(const ChosenStrategy& decision) const {
-    ChosenSpecs result{decision.inputs, {}, order_};
-    for (const auto& output : decision.outputs) {
+  ChosenSpecs chosen(const ChosenStrategy& chosen_strategy) const {
+    ChosenSpecs result{chosen_strategy.inputs, {}, order_};
+    for (const auto& output : chosen_strategy.outputs) {
       result.outputs.emplace_back();
       const auto& shape = output.result.shape;
       if (strategies_.results.empty() || std::find(shape.begin(), shape.end(), kLocal) != shape.end())
@@ -247,8 +247,8 @@ bool is_channels_last(const Spec& spec) {
 }
 
 /// The strides of results that the rule leaves open: channels last if an input of as many dims is.
-void keep_memory_format(const OpCall& call, ChosenStrategy& decision) {
-  for (auto& [mesh, placements, order, result] : decision.outputs) {
+void keep_memory_format(const OpCall& call, ChosenStrategy& chosen_strategy) {
+  for (auto& [mesh, placements, order, result] : chosen_strategy.outputs) {
     const auto& shape = result.shape;
     const bool is_open =
         result.strides.empty() && std::find(shape.begin(), shape.end(), kLocal) == shape.end();
@@ -267,31 +267,31 @@ std::optional<ChosenStrategy> choose_one(const Rule& rule, const OpCall& call,
   auto strategies = rule.propose(call);
   if (!strategies) return std::nullopt;
   if (strategies->decompose) {
-    ChosenStrategy decision;
-    decision.decompose = std::move(strategies->decompose);
-    decision.local.writes = strategies->writes;
-    return decision;
+    ChosenStrategy chosen_strategy;
+    chosen_strategy.decompose = std::move(strategies->decompose);
+    chosen_strategy.local.writes = strategies->writes;
+    return chosen_strategy;
   }
-  ChosenStrategy decision = Chooser(call, *strategies, returned).decide();
-  if (rule.keeps_memory_format) keep_memory_format(call, decision);
-  return decision;
+  ChosenStrategy chosen_strategy = Chooser(call, *strategies, returned).decide();
+  if (rule.keeps_memory_format) keep_memory_format(call, chosen_strategy);
+  return chosen_strategy;
 }
 
 /// The i-th tensors of all lists together are one item; tensors that are not in lists are of all items, and
 /// must be replicated. Only scalar tensors among these are written.
 std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call) {
   std::vector<std::vector<size_t>> items;
-  ChosenStrategy decision;
-  decision.inputs.resize(call.tensors.size());
-  decision.written.resize(call.tensors.size());
+  ChosenStrategy chosen_strategy;
+  chosen_strategy.inputs.resize(call.tensors.size());
+  chosen_strategy.written.resize(call.tensors.size());
   for (size_t i = 0; i < call.tensors.size();) {
     const uint32_t position = call.positions[i];
     const auto& type = call.schema->arguments()[position].type();
     if (type->kind() != c10::TypeKind::ListType) {
       const Spec& shared = call.tensors[i];
       if (call.written[i] && shared.ndim() > 0) return std::nullopt;
-      decision.inputs[i] = shared.with_placements(replicated(shared.mesh()));
-      if (call.written[i]) decision.written[i] = decision.inputs[i];
+      chosen_strategy.inputs[i] = shared.with_placements(replicated(shared.mesh()));
+      if (call.written[i]) chosen_strategy.written[i] = chosen_strategy.inputs[i];
       ++i;
       continue;
     }
@@ -314,13 +314,13 @@ std::optional<ChosenStrategy> choose_items(const Rule& rule, const OpCall& call)
     auto decided = choose_one(rule, part, returned);
     if (!decided || decided->decompose || decided->has_local) return std::nullopt;
     for (const size_t k : c10::irange(item.size())) {
-      decision.inputs[item[k]] = std::move(decided->inputs[k]);
-      decision.written[item[k]] = std::move(decided->written[k]);
+      chosen_strategy.inputs[item[k]] = std::move(decided->inputs[k]);
+      chosen_strategy.written[item[k]] = std::move(decided->written[k]);
     }
-    decision.outputs.push_back(std::move(decided->outputs.at(0)));
+    chosen_strategy.outputs.push_back(std::move(decided->outputs.at(0)));
   }
-  if (rule.together) decision.local = rule.together(call);
-  return decision;
+  if (rule.together) chosen_strategy.local = rule.together(call);
+  return chosen_strategy;
 }
 
 }  // namespace

@@ -28,9 +28,10 @@ struct ChosenStrategy {
 };
 
 /// The cheapest of what the operator's rule proposes for a call, mesh dim by mesh dim; what is equally cheap
-/// goes to what keeps the results sharded. Partial tensors become sharded only where another tensor is: else what is
-/// partial and cannot stay so is replicated, as PyTorch does. Nothing if the rule does not apply. `returned`: of each tensor that is
-/// written, the index of the result it is returned as; -1 if it is not returned.
+/// goes to what keeps the results sharded. Partial tensors become sharded only where another tensor is: else
+/// what is partial and cannot stay so is replicated, as PyTorch does. Nothing if the rule does not apply.
+/// `returned`: of each tensor that is written, the index of the result it is returned as; -1 if it is not
+/// returned.
 TESSERA_API std::optional<ChosenStrategy> choose(const Rule& rule, const OpCall& call,
                                                  c10::ArrayRef<int64_t> returned);
 

@@ -29,8 +29,8 @@ struct Decomposition {
   bool writes = false;
 };
 
-/// A distributed kernel for dims that an element of the result depends on as a whole: where one of these is
-/// sharded, the ranks compute together, instead of gathering it. Of operators with one tensor.
+/// A distributed kernel for dims of which an element of the result depends on all elements: where one of these
+/// is sharded, the ranks compute together, instead of gathering it. Of operators with one tensor.
 struct Collective {
   std::string text;
   /// What a rank computes along these dims; nothing where gathering takes less.
@@ -138,7 +138,7 @@ struct Reduction {
   std::optional<Collective> collective = {};
 };
 
-/// Dims that an element of the result depends on as a whole. All tensors, and all results, have the same
+/// Dims of which an element of the result depends on all elements. All tensors, and all results, have the same
 /// other dims, which are sharded alike.
 struct UnshardedDims {
   /// Arguments that name them; or dims counted from the end, below zero.

@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 
 /// Stands for the tensor where an edge leads to the node that accumulates the gradient of its first local
 /// tensor, whose own is input 0.
-constexpr uint32_t kInputOfWhole = 1;
+constexpr uint32_t kInputOfShardedTensor = 1;
 
 /// Called before gradients come to the first of some local tensors, whose accumulators these are. Throws if
 /// autograd was asked for the gradient of the sharded tensor in a way that these cannot answer.
@@ -29,7 +29,7 @@ void check_inputs(const std::vector<Node*>& accumulators) {
   const auto first = wanted->find(accumulators[0]);
   if (first != wanted->end() && first->second.captures_) {
     for (const auto& capture : *first->second.captures_) {
-      TESSERA_CHECK(capture.input_idx_ != kInputOfWhole,
+      TESSERA_CHECK(capture.input_idx_ != kInputOfShardedTensor,
                     "grad: gradients come to the local shards of a sharded tensor. Ask for those of "
                     "local_tensors().");
     }
@@ -103,7 +103,7 @@ struct ShardedTensorImpl::Meta final : torch::autograd::AutogradMeta {
     if (found == accumulators) return;
     accumulators = std::move(found);
     grad_accumulator_ = c10::weak_intrusive_ptr<Node>(accumulators[0]);
-    output_nr_ = kInputOfWhole;
+    output_nr_ = kInputOfShardedTensor;
     std::vector<Node*> nodes;
     for (const auto& accumulator : accumulators) nodes.push_back(accumulator.get());
     locals[0].register_hook([nodes = std::move(nodes)](const at::Tensor&) { check_inputs(nodes); });

@@ -56,8 +56,8 @@ class Scanner {
 
   bool eat(char sign) {
     skip_space();
-    if (place_ == text_.size() || text_[place_] != sign) return false;
-    ++place_;
+    if (position_ == text_.size() || text_[position_] != sign) return false;
+    ++position_;
     return true;
   }
   void expect(char sign) { check(eat(sign), std::string("'") + sign + "'"); }
@@ -68,9 +68,10 @@ class Scanner {
     do {
       skip_space();
       int64_t number = 0;
-      const auto [end, error] = std::from_chars(text_.data() + place_, text_.data() + text_.size(), number);
+      const auto [end, error] =
+          std::from_chars(text_.data() + position_, text_.data() + text_.size(), number);
       check(error == std::errc(), "an integer");
-      place_ = end - text_.data();
+      position_ = end - text_.data();
       result.push_back(number);
     } while (eat(','));
     expect(']');
@@ -79,34 +80,34 @@ class Scanner {
   /// Up to a space, a comma, or a colon that a space or the end follows. Empty if there is none.
   std::string_view word() {
     skip_space();
-    size_t end = place_;
+    size_t end = position_;
     auto ends = [&](size_t at) {
       return text_[at] == ' ' || text_[at] == ',' ||
              (text_[at] == ':' && (at + 1 == text_.size() || text_[at + 1] == ' '));
     };
     while (end < text_.size() && !ends(end)) ++end;
-    const std::string_view result = text_.substr(place_, end - place_);
-    place_ = end;
+    const std::string_view result = text_.substr(position_, end - position_);
+    position_ = end;
     return result;
   }
   bool at_end() {
     skip_space();
-    return place_ == text_.size();
+    return position_ == text_.size();
   }
   void expect_end() { check(at_end(), "the end"); }
   void check(bool good, const std::string& expected) const {
     TESSERA_CHECK_VALUE(good, "\"", text_, "\" is no text of a ", what_, ": expected ", expected,
-                        " at position ", place_, ".");
+                        " at position ", position_, ".");
   }
 
  private:
   void skip_space() {
-    while (place_ < text_.size() && text_[place_] == ' ') ++place_;
+    while (position_ < text_.size() && text_[position_] == ' ') ++position_;
   }
 
   std::string_view text_;
   const char* what_;
-  size_t place_ = 0;
+  size_t position_ = 0;
 };
 
 ShardMetadata scan_shard(Scanner& scanner) {

@@ -21,7 +21,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
-/// The built-in operators but the lookups (embedding.cpp).
+/// The built-in operators but the lookups (lookup.cpp).
 namespace tessera::sharded {
 
 namespace {

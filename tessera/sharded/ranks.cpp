@@ -48,7 +48,7 @@ Members::Members(const Ranks& ranks, c10::DeviceType device) : world_(current_wo
     ranks_.resize(world_->size());
     std::iota(ranks_.begin(), ranks_.end(), 0);
   }
-  place_ = group_rank_of(world_->rank()).value_or(-1);
+  group_rank_ = group_rank_of(world_->rank()).value_or(-1);
   if (!group_ && is_member()) group_ = world_->group(ranks_, device);
 }
 

@@ -50,8 +50,8 @@ class TESSERA_API Members {
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
   /// This rank's global rank, and its rank in the group: -1 if it is not in it.
   int64_t rank() const { return world_->rank(); }
-  int64_t group_rank() const { return place_; }
-  bool is_member() const { return place_ >= 0; }
+  int64_t group_rank() const { return group_rank_; }
+  bool is_member() const { return group_rank_ >= 0; }
   /// The rank in the group of a global rank, or nothing.
   std::optional<int64_t> group_rank_of(int64_t rank) const;
 
@@ -67,7 +67,7 @@ class TESSERA_API Members {
   std::shared_ptr<World> world_;
   std::vector<int64_t> ranks_;
   Group group_;
-  int64_t place_ = -1;
+  int64_t group_rank_ = -1;
 };
 
 using MembersPtr = std::shared_ptr<const Members>;

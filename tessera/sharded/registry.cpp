@@ -140,6 +140,7 @@ void dispatch(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&dispatch>());
 }
+static_assert(kShardedTensorKey == c10::DispatchKey::DeferredInit);
 
 }  // namespace
 

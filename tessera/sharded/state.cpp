@@ -118,8 +118,8 @@ ShardedTensor ShardedTensor::from_bytes(std::string_view bytes) {
 
 // --- modules
 
-StateDict state_dict(const torch::nn::Module& module, const std::string& prefix) {
-  StateDict result;
+TensorDict state_dict(const torch::nn::Module& module, const std::string& prefix) {
+  TensorDict result;
   const auto parameters = module.named_parameters(), buffers = module.named_buffers();
   for (const auto* tensors : {&parameters, &buffers}) {
     for (const auto& item : *tensors) {
@@ -130,13 +130,13 @@ StateDict state_dict(const torch::nn::Module& module, const std::string& prefix)
   return result;
 }
 
-void state_dict_hook(const torch::nn::Module& module, StateDict& destination, const std::string& prefix) {
+void state_dict_hook(const torch::nn::Module& module, TensorDict& destination, const std::string& prefix) {
   for (auto& [name, tensor] : state_dict(module, prefix)) {
     if (ShardedTensor::is_sharded_tensor(tensor)) destination[name] = tensor;
   }
 }
 
-void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state, const std::string& prefix) {
+void pre_load_state_dict_hook(torch::nn::Module& module, const TensorDict& state, const std::string& prefix) {
   std::vector<std::string> others;  // of which the module gets the tensor itself
   for (const auto& [name, old] : state_dict(module, prefix)) {
     const auto found = state.find(name);
@@ -162,10 +162,10 @@ void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state,
   }
 }
 
-void load_state_dict(torch::nn::Module& module, const StateDict& state, bool strict,
+void load_state_dict(torch::nn::Module& module, const TensorDict& state, bool strict,
                      const std::string& prefix) {
   log_call("sharded::load_state_dict", [&] { return c10::str(state.size(), " tensors"); });
-  StateDict mine = state_dict(module, prefix);
+  TensorDict mine = state_dict(module, prefix);
   std::string missing, unexpected;
   auto list = [](std::string& names, const std::string& name) {
     names += (names.empty() ? "" : ", ") + name;
@@ -196,7 +196,7 @@ void load_state_dict(torch::nn::Module& module, const StateDict& state, bool str
   for (const auto& [name, tensor] : mine) tensor.copy_(state.at(name));
 }
 
-std::string to_bytes(const StateDict& state) {
+std::string to_bytes(const TensorDict& state) {
   ByteWriter out;
   out.put(kDictMagic);
   out.put(static_cast<int64_t>(state.size()));
@@ -209,10 +209,10 @@ std::string to_bytes(const StateDict& state) {
   return out.take();
 }
 
-StateDict from_bytes(std::string_view bytes) {
+TensorDict from_bytes(std::string_view bytes) {
   ByteReader in(bytes, "state dict");
   in.check(in.get_text() == kDictMagic);
-  StateDict result;
+  TensorDict result;
   for (int64_t count = in.get_count(1); count > 0; --count) {
     std::string name(in.get_text());
     result[std::move(name)] =

@@ -35,29 +35,29 @@ class TESSERA_API LoadWithProcessGroup {
 };
 
 /// Tensors by name, plain and sharded.
-using StateDict = std::map<std::string, at::Tensor>;
+using TensorDict = std::map<std::string, at::Tensor>;
 
 /// All parameters and buffers of a module and its submodules, by dotted name after `prefix`. Plain ones share
 /// the module's memory; sharded ones are the module's own.
-TESSERA_API StateDict state_dict(const torch::nn::Module& module, const std::string& prefix = "");
+TESSERA_API TensorDict state_dict(const torch::nn::Module& module, const std::string& prefix = "");
 
 /// Adds the sharded parameters and buffers of a module and its submodules.
-TESSERA_API void state_dict_hook(const torch::nn::Module& module, StateDict& destination,
+TESSERA_API void state_dict_hook(const torch::nn::Module& module, TensorDict& destination,
                                  const std::string& prefix = "");
 
 /// Puts the sharded tensors of `state` into the module: where it has a parameter or buffer of that name and
 /// tiling, the values are copied into that; else this becomes the tensor of `state`, whatever it was before.
 /// Throws if somebody else holds the old one (an optimiser made too early), who would go on with it.
-TESSERA_API void pre_load_state_dict_hook(torch::nn::Module& module, const StateDict& state,
+TESSERA_API void pre_load_state_dict_hook(torch::nn::Module& module, const TensorDict& state,
                                           const std::string& prefix = "");
 
 /// Sharded tensors as above; the values of plain ones are copied. Throws, naming them, if `strict` and names
 /// are missing or too many, and where sizes differ.
-TESSERA_API void load_state_dict(torch::nn::Module& module, const StateDict& state, bool strict = true,
+TESSERA_API void load_state_dict(torch::nn::Module& module, const TensorDict& state, bool strict = true,
                                  const std::string& prefix = "");
 
 /// As bytes, of this rank; and back, on the same rank of as many: see ShardedTensor::from_bytes.
-TESSERA_API std::string to_bytes(const StateDict& state);
-TESSERA_API StateDict from_bytes(std::string_view bytes);
+TESSERA_API std::string to_bytes(const TensorDict& state);
+TESSERA_API TensorDict from_bytes(std::string_view bytes);
 
 }  // namespace tessera::sharded

@@ -130,6 +130,12 @@ TEST(Calls, SplitSizesMustMakeTheFirstDim) {
         call(Collective::all_to_all).in_parts(x, {2, 2}, 2);
       },
       {"input split sizes [2, 2] make 4", "[5, 2]"});
+  // Their sum is no int64.
+  expect_error<c10::ValueError>(
+      [&] {
+        call(Collective::all_to_all).in_parts(x, {INT64_MAX, INT64_MAX, 7}, 3);
+      },
+      {"make more than the 5 rows of the input", "[5, 2]"});
   expect_error<c10::ValueError>([&] { call(Collective::all_to_all).in_parts(x, {5}, 2); },
                                 {"1 input split sizes for a group of 2"});
   expect_error<c10::ValueError>([&] { call(Collective::all_to_all).out_parts(x, {}, 2); },

@@ -604,6 +604,19 @@ TEST(World, RefusesGroupsThatMakeNoSense) {
   EXPECT_THAT(error_of([] { World(WorldOptions{.backend = "threads"}).group(); }), HasSubstr("tessera::run"));
 }
 
+TEST(World, TakesAnyTimeoutForLong) {
+  RunOptions options;
+  options.timeout = std::chrono::milliseconds::max();
+  const auto errors = errors_of(
+      2,
+      [](const Group& group) {
+        if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        comm::barrier(group).wait();
+      },
+      options);
+  EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
 TEST(World, ChoosesBackendsByDevice) {
   const World both(WorldOptions{.backend = "cpu:fake,cuda:nccl"});
   EXPECT_EQ(both.backend(at::kCPU), "fake");
@@ -611,6 +624,21 @@ TEST(World, ChoosesBackendsByDevice) {
   const World plain(WorldOptions{});
   EXPECT_EQ(plain.backend(at::kCPU), "gloo");
   EXPECT_EQ(plain.backend(at::kCUDA), "nccl");
+}
+
+TEST(World, CanBeAskedWhileItMakesAGroup) {
+  World* asked = nullptr;
+  std::future<std::string> name;
+  WorldOptions options{.rank = 0, .size = 2, .backend = "fake"};
+  // As Python's, which needs the GIL: who asks may hold it.
+  options.existing_group = [&](c10::IntArrayRef, c10::DeviceType) {
+    name = std::async(std::launch::async, [&] { return asked->name_of(Group()); });
+    EXPECT_EQ(name.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    return Group();
+  };
+  World world(std::move(options));
+  asked = &world;
+  EXPECT_EQ(world.group()->getSize(), 2);
 }
 
 TEST(World, TakesBackendsOfUsers) {

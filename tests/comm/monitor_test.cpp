@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <numeric>
+#include <poll.h>
 #include <random>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -197,21 +198,31 @@ TEST(Process, ThatCannotBeSeenHasNotEnded) {
 // --- Monitors ----------------------------------------------------------------------------------------------
 
 struct Ranks {
-  explicit Ranks(int64_t size, const std::vector<std::string>& tokens = {}) {
+  /// `present`: those that there are at first; else all. `call`: what they are in.
+  explicit Ranks(int64_t size, std::vector<std::string> tokens = {}, std::vector<int64_t> present = {},
+                 std::string call = "all_reduce(), call 7 of group [0, 1]")
+      : tokens(std::move(tokens)), call(std::move(call)) {
     interrupted.resize(static_cast<size_t>(size));
-    for (int64_t rank = 0; rank < size; ++rank) {
-      Monitor::Options options;
-      options.rank = rank;
-      options.size = size;
-      options.store = store;
-      options.address = "127.0.0.1";
-      options.token = tokens.empty() ? "" : tokens[rank];
-      Monitor::Rank own;
-      own.state = [rank] { return RankState{c10::str("at work ", rank), {}}; };
-      own.call_with = [](int64_t) { return "all_reduce(), call 7 of group [0, 1]"; };
-      own.interrupt = [this, rank] { interrupted[rank] = std::make_unique<bool>(true); };
-      all.push_back(std::make_unique<Monitor>(std::move(options), std::move(own)));
-    }
+    all.resize(static_cast<size_t>(size));
+    if (present.empty()) present = everyone();
+    for (const int64_t rank : present) add(rank);
+  }
+  void add(int64_t rank) {
+    Monitor::Options options;
+    options.rank = rank;
+    options.size = static_cast<int64_t>(all.size());
+    options.store = store;
+    options.address = "127.0.0.1";
+    options.token = tokens.empty() ? "" : tokens[rank];
+    Monitor::Rank own;
+    own.state = [rank] { return RankState{c10::str("at work ", rank), {}}; };
+    own.call_with = [this](int64_t) { return call; };
+    own.interrupt = [this, rank] { interrupted[rank] = std::make_unique<bool>(true); };
+    all[rank] = std::make_unique<Monitor>(std::move(options), std::move(own));
+  }
+  void leave_in_store(int64_t rank, const Presence& presence) const {
+    const std::string bytes = to_bytes(presence);
+    store->set(c10::str("rank/", rank), std::vector<uint8_t>(bytes.begin(), bytes.end()));
   }
   std::vector<int64_t> everyone() const {
     std::vector<int64_t> ranks(all.size());
@@ -222,6 +233,8 @@ struct Ranks {
     for (const auto& each : all) ASSERT_TRUE(each->connect(everyone(), kPatience));
   }
 
+  const std::vector<std::string> tokens;
+  const std::string call;
   std::vector<std::unique_ptr<bool>> interrupted;
   c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::unique_ptr<Monitor>> all;
@@ -297,6 +310,47 @@ TEST(MonitorNews, SurvivorsAgreeWhereToGoOn) {
           ::testing::Property(&c10::Error::msg, HasSubstr("ranks [1] have not come"))));
 }
 
+TEST(MonitorNews, ThatSurvivorsAreReadyReachesWhoComesLate) {
+  Ranks ranks(3, {}, {0, 1});
+  std::vector<std::thread> callers;
+  std::vector<Survivors> survivors(3);
+  const auto call = [&](int64_t rank) {
+    callers.emplace_back(
+        [&, rank] { survivors[rank] = ranks.all[rank]->gather_survivors([] { return "here"; }, kPatience); });
+  };
+  call(0);
+  call(1);
+  std::this_thread::sleep_for(milliseconds(50));
+  ranks.add(2);
+  call(2);
+  for (auto& caller : callers) caller.join();
+  for (const auto& each : survivors) EXPECT_EQ(each.ranks, (std::vector<int64_t>{0, 1, 2}));
+}
+
+TEST(MonitorNews, ThatARankLeftBeforeItConnectedIsInTheStore) {
+  Ranks ranks(3, {}, {1});
+  // Below and above: one that it connects with, and one that connects with it. Their process lives.
+  for (const int64_t rank : {0, 2}) ranks.leave_in_store(rank, {this_process(), "", 0, ""});
+  EXPECT_TRUE(ranks.all[1]->connect({0, 1, 2}, kPatience));
+  EXPECT_EQ(ranks.all[1]->left({0, 1, 2}), (std::vector<int64_t>{0, 2}));
+  EXPECT_EQ(ranks.all[1]->failure(), "");
+}
+
+TEST(MonitorNews, ThatARankDiedBeforeItConnectedIsNoticed) {
+  for (const int64_t dead : {0, 2}) {
+    const Child child([] { ::_exit(3); });
+    Ranks ranks(3, {}, {1});
+    // Nobody listens there.
+    const uint16_t port = port_of(listen_on("127.0.0.1"));
+    ranks.leave_in_store(dead, {child.process, "127.0.0.1", port, ""});
+    EXPECT_EQ(ranks.all[1]->wait_for_failure(milliseconds(100)), "");
+    child.end_now();
+    EXPECT_THAT(ranks.all[1]->wait_for_failure(kPatience),
+                AllOf(HasSubstr(c10::str("rank ", dead, " (process ")), HasSubstr("exited with code 3")));
+    ::waitpid(child.pid, nullptr, 0);
+  }
+}
+
 TEST(MonitorDoor, IsClosedToWhoHasAnotherToken) {
   Ranks ranks(2, {"secret", "guess!"});
   EXPECT_FALSE(ranks.all[0]->connect({0, 1}, milliseconds(300)));
@@ -311,6 +365,48 @@ uint16_t port_of_first(Ranks& ranks) {
   uint16_t port = 0;
   std::memcpy(&port, bytes.data() + bytes.size() - sizeof port, sizeof port);
   return port;
+}
+
+/// What the monitor of rank 0 says to one who says `bytes` (nothing, if empty), until it closes or so long.
+std::string answer_to(Ranks& ranks, const std::string& bytes, milliseconds patience) {
+  const Socket socket = begin_connecting("127.0.0.1", port_of_first(ranks));
+  pollfd look{socket.descriptor(), POLLOUT, 0};
+  EXPECT_EQ(::poll(&look, 1, 5000), 1);
+  EXPECT_EQ(::send(socket.descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(bytes.size()));
+  std::string answer;
+  char buffer[4096];
+  look.events = POLLIN;
+  while (::poll(&look, 1, static_cast<int>(patience.count())) == 1) {
+    const ssize_t size = ::recv(socket.descriptor(), buffer, sizeof buffer, 0);
+    if (size <= 0) break;
+    answer.append(buffer, static_cast<size_t>(size));
+  }
+  return answer;
+}
+
+TEST(MonitorDoor, SaysNothingToWhoDoesNotKnowTheToken) {
+  Ranks ranks(2, {"secret", "secret"});
+  ranks.connect();
+  const std::string process = this_process();
+  EXPECT_EQ(answer_to(ranks, "", milliseconds(300)), "");
+  EXPECT_EQ(answer_to(ranks, "GET / HTTP/1.1\r\n\r\n", milliseconds(300)), "");
+  EXPECT_EQ(answer_to(ranks, framed(to_bytes(Hello{"guess!", 1, process})), kPatience), "");
+  EXPECT_THAT(answer_to(ranks, framed(to_bytes(Hello{"secret", 1, process})), milliseconds(300)),
+              HasSubstr("secret"));
+}
+
+TEST(MonitorDoor, IsNotBlockedByWhoSaysNothing) {
+  Ranks ranks(2, {}, {0});
+  std::vector<Socket> silent;
+  for (int i = 0; i < 200; ++i) silent.push_back(begin_connecting("127.0.0.1", port_of_first(ranks)));
+  // The first ones make room.
+  pollfd look{silent[0].descriptor(), POLLIN, 0};
+  ASSERT_EQ(::poll(&look, 1, static_cast<int>(kPatience.count())), 1);
+  char byte = 0;
+  EXPECT_LE(::recv(silent[0].descriptor(), &byte, 1, 0), 0);
+  ranks.add(1);
+  ranks.connect();
 }
 
 TEST(MonitorDoor, SurvivesWhateverComesThrough) {
@@ -335,6 +431,44 @@ TEST(MonitorDoor, SurvivesWhateverComesThrough) {
   ranks.all[2]->fail("rank 2 failed: for all to hear");
   for (const auto& each : ranks.all)
     EXPECT_EQ(each->wait_for_failure(kPatience), "rank 2 failed: for all to hear");
+}
+
+/// Plays the part of another rank towards the monitor of rank 0.
+struct Player {
+  Player(Ranks& ranks, int64_t rank, const std::string& process)
+      : socket(begin_connecting("127.0.0.1", port_of_first(ranks))) {
+    say(to_bytes(Hello{"", rank, process}));
+  }
+  void say(const std::string& message) const {
+    const std::string bytes = framed(message);
+    pollfd look{socket.descriptor(), POLLOUT, 0};
+    EXPECT_EQ(::poll(&look, 1, 5000), 1);
+    EXPECT_EQ(::send(socket.descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  Socket socket;
+};
+
+TEST(MonitorNews, OfOtherThingsDoesNotHideADeath) {
+  const Child child([] { ::_exit(3); });
+  Ranks ranks(3, {}, {0}, "");
+  std::optional<Player> dying(std::in_place, ranks, 1, child.process);
+  const Player other(ranks, 2, this_process());
+  ASSERT_TRUE(ranks.all[0]->connect({0, 1, 2}, kPatience));
+  child.end_now();
+  child.wait_for_end(ProcessWatch(child.process));
+  dying.reset();
+  // What the dead rank had asked comes on the long way, while its death waits for who knows more of it.
+  for (uint64_t number = 1; number < 20; ++number) {
+    News question;
+    question.kind = NewsKind::Ask;
+    question.by = question.of = 1;
+    question.number = number;
+    other.say(to_bytes(question));
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_THAT(ranks.all[0]->wait_for_failure(kPatience), HasSubstr("exited with code 3"));
+  ::waitpid(child.pid, nullptr, 0);
 }
 
 TEST(Sockets, ListenWhereTheyAreToldTo) {

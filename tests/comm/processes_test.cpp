@@ -2,15 +2,18 @@
 // dies.
 
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/environment.h>
 #include <tessera/comm/run.h>
 
-#include <arpa/inet.h>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
-#include <netinet/in.h>
+#include <filesystem>
+#include <fstream>
+#include <set>
 #include <signal.h>
+#include <sstream>
 #include <stdexcept>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -31,19 +34,7 @@ using testing::error_of;
 using testing::expect_ok;
 using ::testing::HasSubstr;
 using testing::spawn_ranks;
-
-uint16_t free_port() {
-  const int probe = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  if (::bind(probe, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      ::getsockname(probe, reinterpret_cast<sockaddr*>(&address), &length) != 0)
-    throw std::runtime_error("there is no free port");
-  ::close(probe);
-  return ntohs(address.sin_port);
-}
+using testing::without_agent;
 
 RunOptions on_gloo() {
   RunOptions options;
@@ -64,12 +55,18 @@ RANK_BODY(world) {
   EXPECT_EQ(get_rank(), std::atoi(std::getenv("RANK")));
   EXPECT_EQ(get_world_size(), 2);
   std::thread([&] { EXPECT_EQ(current_world(), world); }).join();  // all threads of the process are this rank
-  EXPECT_THAT(error_of([] { init_process_group(); }), HasSubstr("already is rank"));
+  if (get_rank() == 0) {
+    EXPECT_THAT(error_of([] { init_process_group(); }), HasSubstr("already is rank"));
+    EXPECT_THAT(error_of([&] { init_process_group(world->options()); }), HasSubstr("already is rank"));
+  }
   at::Tensor tensor = at::ones({1});
   comm::all_reduce(tensor, ReduceOp::SUM, world->group()).wait();
   EXPECT_EQ(tensor.item<float>(), 2);
   destroy_process_group();
   EXPECT_FALSE(has_current_world());
+  // That rank 0 tried to be one of two worlds does not put it out of step with the others.
+  comm::barrier(init_process_group("", std::chrono::seconds(20))->group()).wait();
+  destroy_process_group();
 }
 
 TEST(ProcessWorld, ComesFromTheEnvironment) { expect_ok(spawn_ranks("world", 2)); }
@@ -151,14 +148,6 @@ TEST(ProcessWorld, WhenOneIsKilledTheOthersEndWithAnError) {
   }
 }
 
-/// Rank 0 keeps the store, as without torchrun.
-support::SpawnOptions without_agent() {
-  support::SpawnOptions options;
-  options.environment = {{"TORCHELASTIC_USE_AGENT_STORE", "False"},
-                         {"MASTER_PORT", std::to_string(free_port())}};
-  return options;
-}
-
 bool is_rank(int rank) { return std::getenv("RANK") == std::to_string(rank); }
 
 RANK_BODY(keeper_of_the_store_dies) {
@@ -190,6 +179,129 @@ TEST(ProcessWorld, OutlivesTheOneThatKeepsTheStore) {
   const auto results = spawn_ranks("keeper_of_the_store_dies", 3, without_agent());
   EXPECT_EQ(results[0].signal, SIGKILL);
   for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
+/// Rank 1 has a child that has all of its connections open too, as workers that load data do, and is killed.
+RANK_BODY(killed_with_a_child) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(30);
+  options.backend = std::getenv("TESSERA_TEST_BACKEND");
+  const at::Tensor child = at::zeros({1}, at::kLong);
+  const std::string error = error_of([&] {
+    launch(
+        1,
+        [&] {
+          const auto group = current_world()->group();
+          if (get_rank() == 1) {
+            const pid_t pid = ::fork();
+            if (pid == 0) {
+              // The test waits until nobody can write to the output of rank 1.
+              ::close(STDOUT_FILENO);
+              ::close(STDERR_FILENO);
+              ::sleep(120);
+              ::_exit(0);
+            }
+            child.fill_(static_cast<int64_t>(pid));
+          }
+          comm::broadcast(child, 1, group).wait();
+          if (get_rank() == 1) raise(SIGKILL);
+          comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+        },
+        options);
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 (process "), HasSubstr("was killed by signal 9")));
+  const auto pid = static_cast<pid_t>(child.item<int64_t>());
+  ASSERT_GT(pid, 0);
+  if (is_rank(0)) EXPECT_EQ(::kill(pid, SIGKILL), 0) << "the child was to be alive, and hold the connections";
+}
+
+TEST(ProcessWorld, NoticesTheDeathOfOneWhoseChildrenLive) {
+  for (const char* backend : {"gloo", "shm"}) {
+    SCOPED_TRACE(backend);
+    support::SpawnOptions options;
+    options.environment = {{"TESSERA_TEST_BACKEND", backend}};
+    const auto results = spawn_ranks("killed_with_a_child", 3, options);
+    EXPECT_EQ(results[1].signal, SIGKILL);
+    for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+  }
+}
+
+/// Rank 0, which keeps the store, is stopped: libtorch waits for a store's answer without a limit.
+RANK_BODY(keeper_of_the_store_stops) {
+  const std::string where = std::getenv("TESSERA_TEST_WHERE"), path = std::getenv("TESSERA_TEST_FILE");
+  const auto meet = [&](const std::string& what) {
+    std::ofstream(path + what + std::getenv("RANK")) << "is here" << std::endl;
+    for (const char* rank : {"0", "1", "2"})
+      while (!std::ifstream(path + what + rank).good())
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  };
+  const auto stop_first = [&](const std::string& here) {
+    if (where != here) return;
+    if (here != "start") meet("again");
+    if (is_rank(0)) {
+      std::ofstream(path) << ::getpid() << std::endl;
+      raise(SIGSTOP);
+    }
+    // Until it is stopped.
+    for (std::string state; state != "T"; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+      std::string pid, name;
+      std::ifstream(path) >> pid;
+      std::ifstream("/proc/" + pid + "/stat") >> pid >> name >> state;
+    }
+  };
+  meet("first");  // on a busy machine they may start far apart
+  const std::string error = error_of([&] {
+    if (is_rank(0) || where != "start") init_process_group("", std::chrono::seconds(5));
+    stop_first("start");
+    if (where == "start") init_process_group("", std::chrono::seconds(5));
+    stop_first("first group");
+    const auto group = current_world()->group();
+    comm::barrier(group).wait();
+    stop_first("next group");
+    const auto turned = current_world()->group({2, 1, 0}, at::kCPU);
+    comm::barrier(turned).wait();
+    stop_first("collective");
+    comm::all_reduce(at::ones({1000}), ReduceOp::SUM, turned).wait();
+  });
+  if (where == "start")
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("does not reach the store"), HasSubstr("did not answer within 5000 ms")));
+  else
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("gave up after 5000 ms"), HasSubstr("rank 0"), HasSubstr("does not answer")));
+  destroy_process_group();
+}
+
+TEST(ProcessWorld, DoesNotHangWhenTheOneThatKeepsTheStoreIsStopped) {
+  const std::string path = ::testing::TempDir() + "tessera_stopped_" + std::to_string(::getpid());
+  for (const auto& [where, backend] :
+       std::vector<std::pair<std::string, std::string>>{{"start", "gloo"},
+                                                        {"first group", "shm"},
+                                                        {"next group", "gloo"},
+                                                        {"next group", "shm"},
+                                                        {"collective", "gloo"},
+                                                        {"collective", "shm"}}) {
+    SCOPED_TRACE(where + " on " + backend);
+    auto options = without_agent();
+    options.environment.insert(options.environment.end(), {{"TESSERA_TEST_WHERE", where},
+                                                           {"TESSERA_TEST_FILE", path},
+                                                           {"TESSERA_BACKEND", backend},
+                                                           {"TESSERA_WAIT_REPORT_SECONDS", "1"}});
+    std::thread waiter;
+    options.after_start = [&](const std::vector<pid_t>& pids) {
+      waiter = std::thread([pids] {
+        siginfo_t info{};
+        for (const int rank : {1, 2})
+          ::waitid(P_PID, static_cast<id_t>(pids[rank]), &info, WEXITED | WNOWAIT);
+        ::kill(pids[0], SIGKILL);
+      });
+    };
+    const auto results = spawn_ranks("keeper_of_the_store_stops", 3, options);
+    waiter.join();
+    for (const char* what : {"", "first0", "first1", "first2", "again0", "again1", "again2"})
+      std::remove((path + what).c_str());
+    for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+  }
 }
 
 RANK_BODY(killed_at_its_end) {
@@ -291,6 +403,160 @@ TEST(ProcessWorld, TheSuitePassesWithChecksOn) {
   support::SpawnOptions options;
   options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
   expect_ok(spawn_ranks("suite", 2, options));
+}
+
+/// Both drop a collective; then rank 1 does not come.
+RANK_BODY(dropped) {
+  // On a busy machine they may start far apart.
+  const auto store = connect_store(*launch_info(), std::chrono::minutes(2));
+  store->set("here/" + std::string(std::getenv("RANK")), "");
+  store->wait({"here/0", "here/1"}, std::chrono::minutes(2));
+  RunOptions options = on_gloo();
+  options.timeout = std::chrono::seconds(4);
+  const std::string error = error_of([&] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          const at::Tensor tensor = at::ones({7});
+          { const auto dropped = comm::all_reduce(tensor, ReduceOp::SUM, group); }
+          comm::barrier(group).wait();
+          if (get_rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(10));
+          comm::barrier(group).wait();
+        },
+        options);
+  });
+  EXPECT_THAT(error, HasSubstr("rank 1 is in no collective; its last one, barrier(), call 2 of group"));
+}
+
+TEST(ProcessWorld, DoesNotWaitInACollectiveThatWasDropped) { expect_ok(spawn_ranks("dropped", 2)); }
+
+RANK_BODY(killed_while_others_compare) {
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::barrier(group).wait();
+          if (get_rank() == 1) raise(SIGKILL);
+          comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+        },
+        on_gloo());
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 (process "), HasSubstr("was killed by signal 9"),
+                           HasSubstr("all_reduce(Float[1000]), call 2 of group [0, 1, 2]")));
+}
+
+TEST(ProcessWorld, AKilledRankIsNamedWithChecksOn) {
+  support::SpawnOptions options;
+  options.environment = {{"TESSERA_CHECK_COLLECTIVES", "1"}};
+  const auto results = spawn_ranks("killed_while_others_compare", 3, options);
+  EXPECT_EQ(results[1].signal, SIGKILL);
+  for (const int rank : {0, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
+/// As mpirun or srun starts them: with none of torchrun's variables, and rank 0 keeps the store.
+support::SpawnOptions started_by(const std::string& launcher) {
+  support::SpawnOptions options;
+  const auto port = without_agent().environment.back();
+  options.prefix = [=](int64_t rank) {
+    std::vector<std::string> command{"env"};
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME",
+                             "TORCHELASTIC_USE_AGENT_STORE"}) {
+      command.insert(command.end(), {"-u", name});
+    }
+    command.push_back(port.first + "=" + port.second);
+    const std::string number = std::to_string(rank);
+    if (launcher == "mpirun") {
+      command.insert(command.end(), {"OMPI_COMM_WORLD_RANK=" + number, "OMPI_COMM_WORLD_SIZE=3",
+                                     "OMPI_COMM_WORLD_LOCAL_RANK=" + number, "OMPI_COMM_WORLD_LOCAL_SIZE=3"});
+    } else {
+      command.insert(command.end(), {"SLURM_PROCID=" + number, "SLURM_NTASKS=3", "SLURM_LOCALID=" + number,
+                                     "SLURM_JOB_NODELIST=localhost", "SLURM_JOB_ID=7"});
+    }
+    return command;
+  };
+  return options;
+}
+
+/// One is killed, by whichever launcher they were started.
+RANK_BODY(one_is_killed) {
+  const int64_t victim = std::atoi(std::getenv("TESSERA_TEST_VICTIM"));
+  const std::string error = error_of([&] {
+    launch(1, [&] {
+      EXPECT_EQ(get_world_size(), 3);
+      const auto group = current_world()->group();
+      comm::barrier(group).wait();
+      if (get_rank() == victim) raise(SIGKILL);
+      comm::all_reduce(at::ones({1000}), ReduceOp::SUM, group).wait();
+    });
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr(c10::str("rank ", victim, " (process ")),
+                           HasSubstr("was killed by signal 9"), HasSubstr("all_reduce(Float[1000])")));
+}
+
+TEST(ProcessWorld, NoticesADeathUnderEveryLauncher) {
+  for (const std::string launcher : {"mpirun", "slurm"}) {
+    for (const int victim : {0, 2}) {
+      SCOPED_TRACE(c10::str(launcher, ", rank ", victim));
+      auto options = started_by(launcher);
+      options.environment = {{"TESSERA_TEST_VICTIM", std::to_string(victim)},
+                             {"TESSERA_BACKEND", launcher == "mpirun" ? "gloo" : "shm"}};
+      const auto results = spawn_ranks("one_is_killed", 3, options);
+      for (int rank = 0; rank < 3; ++rank) {
+        if (rank == victim)
+          EXPECT_EQ(results[rank].signal, SIGKILL);
+        else
+          EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+      }
+    }
+  }
+}
+
+/// The addresses, as the kernel writes them, at which this process listens for TCP.
+std::set<std::string> listening_addresses() {
+  std::set<std::string> sockets, addresses;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code none;
+    sockets.insert(std::filesystem::read_symlink(entry.path(), none).string());
+  }
+  for (const char* table : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
+    std::ifstream lines(table);
+    std::string line;
+    std::getline(lines, line);
+    while (std::getline(lines, line)) {
+      std::istringstream fields(line);
+      std::string number, local, remote, state, queues, timer, retransmissions, user, timeout, inode;
+      fields >> number >> local >> remote >> state >> queues >> timer >> retransmissions >> user >> timeout >>
+          inode;
+      if (state == "0A" && sockets.count("socket:[" + inode + "]"))
+        addresses.insert(local.substr(0, local.find(':')));
+    }
+  }
+  return addresses;
+}
+
+RANK_BODY(listens) {
+  RunOptions options;
+  options.backend = std::getenv("TESSERA_TEST_BACKEND");
+  launch(
+      1,
+      [] {
+        const auto group = current_world()->group();
+        comm::barrier(group).wait();
+        EXPECT_EQ(listening_addresses(), std::set<std::string>{"0100007F"});  // 127.0.0.1
+        comm::barrier(group).wait();
+      },
+      options);
+}
+
+TEST(ProcessWorld, ListensOnThisMachineAloneIfItIsAllThereIs) {
+  for (const char* backend : {"gloo", "shm"}) {
+    SCOPED_TRACE(backend);
+    auto options = started_by("mpirun");
+    options.environment = {{"TESSERA_TEST_BACKEND", backend}};
+    expect_ok(spawn_ranks("listens", 3, options));
+  }
 }
 
 /// Two hosts on one machine: a network namespace each, joined by a virtual cable.

@@ -173,6 +173,20 @@ TEST(Rpc, AKilledPeerIsAnError) {
   EXPECT_TRUE(results[0].ok()) << results[0].output;
 }
 
+RANK_BODY(killed_before_it_starts) {
+  launch(1, [] {
+    barrier();
+    if (get_rank() == 0) raise(SIGKILL);
+    expect_error<c10::Error>([] { rpc::init_rpc(); }, {"rank 0 (process ", "was killed by signal 9"});
+  });
+}
+
+TEST(Rpc, AKilledPeerIsAnErrorAtTheStart) {
+  const auto results = spawn_ranks("killed_before_it_starts", 3);
+  EXPECT_EQ(results[0].signal, SIGKILL);
+  for (const int rank : {1, 2}) EXPECT_TRUE(results[rank].ok()) << results[rank].output;
+}
+
 RANK_BODY(leaves) {
   launch(1, [] {
     rpc::init_rpc();

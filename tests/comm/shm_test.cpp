@@ -4,16 +4,21 @@
 #include <tessera/comm/collectives.h>
 #include <tessera/comm/run.h>
 
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include "tests/comm/collective_suite.h"
 #include "tests/support/ranks.h"
@@ -359,6 +364,77 @@ RANK_BODY(shm_sleeps) {
 }
 
 TEST(Shm, ARankThatSleepsIsNamedWithItsLastCollective) { expect_ok(spawn_ranks("shm_sleeps", 3)); }
+
+/// Rank 1 has no memory for a message that it does not expect yet.
+RANK_BODY(shm_no_memory) {
+  constexpr int64_t kBytes = int64_t{4} << 30;
+  const std::string error = error_of([] {
+    launch(
+        1,
+        [] {
+          const auto group = current_world()->group();
+          comm::barrier(group).wait();
+          if (get_rank() == 1) {
+            int64_t pages = 0;
+            std::ifstream("/proc/self/statm") >> pages;
+            const auto limit = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + kBytes / 4);
+            const rlimit most{limit, limit};
+            ASSERT_EQ(::setrlimit(RLIMIT_AS, &most), 0);
+          }
+          comm::barrier(group).wait();
+          if (get_rank() == 0) {
+            // Of zeros that nobody has written, so that they take no memory.
+            void* zeros =
+                ::mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            ASSERT_NE(zeros, MAP_FAILED);
+            comm::send(at::from_blob(zeros, {kBytes}, at::kByte), 1, group).wait();
+          } else {
+            comm::recv(at::empty({1}), 0, group, /*tag=*/7).wait();
+          }
+        },
+        on_shm());
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1 failed: it has no memory to keep send(Byte[4294967296]"),
+                           HasSubstr("of rank 0")));
+}
+
+TEST(Shm, AMessageThatCannotBeKeptIsAnErrorOnBothSides) { expect_ok(spawn_ranks("shm_no_memory", 2)); }
+
+/// All threads get signals all the time, as a profiler sends them, and none of their system calls is restarted. Rank 2 comes late, so
+/// that the others wait for it while a group is made.
+RANK_BODY(shm_interrupted) {
+  struct sigaction action {};
+  action.sa_handler = [](int) {};
+  ASSERT_EQ(::sigaction(SIGUSR1, &action, nullptr), 0);
+  launch(
+      1,
+      [] {
+        comm::barrier(current_world()->group()).wait();
+        std::atomic<bool> is_over = false;
+        std::thread storm([&] {
+          const auto self = static_cast<pid_t>(::syscall(SYS_gettid));
+          while (!is_over) {
+            for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+              const pid_t thread = std::stoi(entry.path().filename());
+              if (thread != self) ::syscall(SYS_tgkill, ::getpid(), thread, SIGUSR1);
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          }
+        });
+        const auto calm = c10::make_scope_exit([&] {
+          is_over = true;
+          storm.join();
+        });
+        if (get_rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        const auto group = current_world()->group({1, 0, 2}, at::kCPU);
+        at::Tensor tensor = at::ones({1});
+        comm::all_reduce(tensor, ReduceOp::SUM, group).wait();
+        EXPECT_EQ(tensor.item<float>(), 3);
+      },
+      on_shm());
+}
+
+TEST(Shm, SignalsAreNoTimeout) { expect_ok(spawn_ranks("shm_interrupted", 3)); }
 
 /// The files that this process maps and has open which other processes could see.
 int64_t shared_memory() {

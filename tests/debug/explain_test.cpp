@@ -47,7 +47,7 @@ TEST(Explain, WhatIsComposedOfOthers) {
   const std::string text = explain("softmax.int(f32[8,16] [S(1)], 1) on mesh(4)");
   EXPECT_THAT(text, HasSubstr("aten::_softmax"));
   const std::string fallback = explain("_pdist_forward(f32[8,4] [S(0)]) on mesh(2)");
-  EXPECT_THAT(fallback, HasSubstr("no rule, so every rank computes on replicas"));
+  EXPECT_THAT(fallback, HasSubstr("no rule, so the operator takes the replicated fallback"));
 }
 
 /// What a message says of a call can be read again.

@@ -297,6 +297,54 @@ TEST(ContextParallel, TakesMasksAndDropout) {
   }
 }
 
+/// Of numbers and of bools, for all or for each sample, replicated or sharded with the queries; uneven lengths.
+TEST(ContextParallel, MasksAreThoseOfOneDevice) {
+  const auto attend = [](const Tensors& x, const at::Tensor& mask) {
+    return at::scaled_dot_product_attention(x[0], x[1], x[2], mask);
+  };
+  for (const int64_t ranks : {2, 3}) {
+    run(ranks, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {ranks});
+      for (const int64_t length : {6, 7}) {
+        const Tensors plain = inputs_of({.queries = length, .keys = length}, at::kFloat);
+        const at::Tensor seen =
+            (drawn({2, 1, length, length}, 9, at::kFloat) > 0).logical_or(at::eye(length, at::kBool));
+        const at::Tensor numbers = drawn({2, 1, length, length}, 8, at::kFloat);
+        for (const at::Tensor& mask : {numbers[0][0], numbers, seen[0][0], seen, seen.slice(2, length - 1)}) {
+          Tensors leaves(3);
+          for (size_t i = 0; i < 3; ++i) leaves[i] = plain[i].clone().requires_grad_();
+          const at::Tensor expected = attend(leaves, mask);
+          expected.backward(plain[3]);
+          std::vector<Placement> of_masks{Replicate()};
+          if (mask.size(-2) == length) of_masks.emplace_back(Shard(mask.dim() - 2));
+          for (const Placement& of_mask : of_masks) {
+            for (const std::optional<ContextMethod> method :
+                 {std::optional<ContextMethod>(), std::optional(allgather), std::optional(ulysses)}) {
+              const std::string what =
+                  c10::str(method ? name_of(*method) : "cheapest", " ", mask.scalar_type(), " ", mask.sizes(),
+                           " ", of_mask, " on ", ranks);
+              Tensors x;
+              for (const at::Tensor& each : plain)
+                x.push_back(distribute_tensor(each, mesh, {Shard(2)}, std::nullopt));
+              for (size_t i = 0; i < 3; ++i) x[i].requires_grad_();
+              at::Tensor actual;
+              {
+                const Guarded guarded(method ? std::optional(ContextParallelOptions{*method}) : std::nullopt);
+                actual = attend(x, distribute_tensor(mask, mesh, {of_mask}, std::nullopt));
+              }
+              actual.backward(x[3]);
+              expect_near(DTensor(actual.detach()).full_tensor(), expected.detach(), at::kFloat, what);
+              for (size_t i = 0; i < 3; ++i)
+                expect_near(DTensor(x[i].grad()).full_tensor(), leaves[i].grad(), at::kFloat,
+                            c10::str("gradient ", i, " of ", what));
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST(ContextParallel, SaysWhichMethodCanDoIt) {
   run(4, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
@@ -327,6 +375,34 @@ TEST(ContextParallel, SaysWhichMethodCanDoIt) {
         {"zig-zag", "dropout_p is 0.1"});
   });
   expect_error<c10::ValueError>([] { context_method("spiral"); }, {"\"spiral\"", "\"ring\""});
+}
+
+/// Where `is_causal` would go by the order of elements, in silence.
+TEST(ContextParallel, RefusesCausalCallsThatDoNotKnowZigZag) {
+  run(2, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2}), both = init_device_mesh(at::kCPU, {2, 1});
+    const auto placed = [](const DeviceMesh& where, const Placements& placements, bool deep = true) {
+      Tensors result;
+      for (const at::Tensor& each : inputs_of({}, at::kFloat))
+        result.push_back(distribute_tensor(deep ? each : each[0], where, placements, std::nullopt));
+      return result;
+    };
+    const Tensors whole = placed(mesh, {Replicate()}), flat = placed(mesh, {Shard(1)}, /*deep=*/false),
+                  sharded = placed(mesh, {Shard(2)}), one = placed(both, {Shard(1), Shard(2)});
+    const auto attend = [](const Tensors& q, const Tensors& kv, bool causal) {
+      return at::scaled_dot_product_attention(q[0], kv[1], kv[2], {}, 0, causal);
+    };
+    const ContextParallelGuard guard({allgather, true});
+    for (const auto& [q, kv] : {std::pair(whole, sharded), {whole, whole}, {flat, flat}}) {
+      expect_error<c10::NotImplementedError>([&, &q = q, &kv = kv] { attend(q, kv, true); },
+                                             {"zig-zag", "(batch, heads, length, size)"});
+      EXPECT_NO_THROW(attend(q, kv, false));
+    }
+    EXPECT_NO_THROW(attend(sharded, whole, true));
+    // Along one rank, zig-zag order is the order.
+    const Tensors plain = inputs_of({}, at::kFloat);
+    expect_close(DTensor(attend(one, one, true)).full_tensor(), attend(plain, plain, true), "on one rank");
+  });
 }
 
 TEST(ContextParallel, HasNoSecondDerivative) {

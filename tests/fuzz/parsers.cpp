@@ -302,18 +302,18 @@ Lists states() {
   using namespace sharded;
   const ChunkShardingSpec chunk(0, {"rank:0/cpu", "rank:0/cpu"});
   const auto sharded = ones(chunk, {3, 2}, {.requires_grad = true});
-  StateDict state;
+  TensorDict state;
   state["plain"] = at::arange(6).reshape({2, 3});
   state["half"] = at::ones({2}, at::kHalf);
   state["empty"] = at::ones({0, 3});
   state["scalar"] = at::ones({}, at::kBool);
   const std::string plain = to_bytes(state);
   state["sharded"] = sharded;
-  return {plain, to_bytes(state), to_bytes(StateDict{}), to_bytes(StateDict{{"one", sharded}})};
+  return {plain, to_bytes(state), to_bytes(TensorDict{}), to_bytes(TensorDict{{"one", sharded}})};
 }
 
 void read_state(std::string_view bytes) {
-  const sharded::StateDict state = sharded::from_bytes(bytes);
+  const sharded::TensorDict state = sharded::from_bytes(bytes);
   const std::string written = sharded::to_bytes(state);
   require(sharded::to_bytes(sharded::from_bytes(written)) == written,
           "an accepted state is another one when written");

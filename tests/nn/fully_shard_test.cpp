@@ -253,6 +253,45 @@ TEST(FullyShard, NeighboursGatherForBackward) {
   });
 }
 
+/// Of the calling rank, when each layer has used its weight.
+struct SeenGathers {
+  CommDebugMode counts;
+  std::vector<int64_t> calls;
+};
+thread_local SeenGathers* seen_gathers = nullptr;
+
+struct SeeingImpl : Module {
+  SeeingImpl() { linear = register_module("linear", torch::nn::Linear(8, 8)); }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = linear(x);
+    if (seen_gathers) seen_gathers->calls.push_back(seen_gathers->counts.calls("all_gather"));
+    return y;
+  }
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Seeing);
+
+/// From the second pass on the next unit is on its way while one computes.
+TEST(FullyShard, GathersAhead) {
+  for (const bool overlap : {true, false}) {
+    run(2, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+      torch::nn::Sequential net(Seeing(), Seeing(), Seeing(), Seeing());
+      for (size_t i = 0; i < net->size(); ++i) fully_shard(*net->ptr(i), mesh, {.overlap = overlap});
+      fully_shard(*net, mesh, {.overlap = overlap});
+      for (int64_t pass = 0; pass < 3; ++pass) {
+        SeenGathers seen;
+        seen_gathers = &seen;
+        const at::Tensor loss = net->forward(batch_on(small({4, 8}), mesh, 1)).sum();
+        seen_gathers = nullptr;
+        const std::vector<int64_t> ahead{2, 3, 4, 4}, in_time{1, 2, 3, 4};
+        EXPECT_EQ(seen.calls, overlap && pass > 0 ? ahead : in_time) << pass;
+        loss.backward();
+      }
+    });
+  }
+}
+
 /// Of HSDP: replicas reduce their shards alone.
 TEST(FullyShard, ReplicasReduceShards) {
   run(4, [] {
@@ -430,6 +469,27 @@ TEST(FullyShard, TakesAnyParameters) {
   }
 }
 
+/// What was distributed otherwise before stays so, with gradients of its own.
+TEST(FullyShard, LeavesIgnoredParametersAlone) {
+  Net reference;
+  loss_of(reference, small({8, 5}, 9)).backward();
+  run(2, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    Net net;
+    distribute_parameter(*net->second, "weight", mesh, {Replicate()});
+    fully_shard(*net, mesh, {.ignored_params = {net->second->weight}});
+    EXPECT_EQ(DTensor(net->second->weight).placements(), Placements{Replicate()});
+    EXPECT_EQ(DTensor(net->second->bias).placements(), Placements{Shard(0)});
+    loss_of(net, batch_on(small({8, 5}, 9), mesh, 1)).backward();
+    const auto expected = reference->named_parameters();
+    for (const auto& each : net->named_parameters()) {
+      if (!each->grad().defined()) continue;
+      expect_close(testing::unsharded(each->grad()), expected[each.key()].grad(), each.key());
+    }
+    EXPECT_TRUE(net->second->weight.grad().defined());
+  });
+}
+
 /// Parameters of random shapes and dtypes, which `forward` uses by their names.
 struct AnyImpl : Module {
   explicit AnyImpl(uint64_t seed) {
@@ -583,6 +643,62 @@ TEST(FullyShard, AccumulatesGradients) {
     set_requires_gradient_sync(*model, true);
     pass(2);
     expect_same_gradients(model, reference, " reduced once");
+  });
+}
+
+/// A unit that the pass that reduces does not use has gradients from those before it.
+TEST(FullyShard, ReducesWhatWasKeptOfUnitsThatAreNotUsedAgain) {
+  const auto make = [] {
+    torch::nn::Sequential net(torch::nn::Linear(5, 5), torch::nn::Linear(5, 5), torch::nn::Linear(5, 5));
+    testing::fill(*net);
+    return net;
+  };
+  const auto pass = [](torch::nn::Sequential& net, const at::Tensor& x, size_t unit) {
+    net->ptr<torch::nn::LinearImpl>(2)
+        ->forward(net->ptr<torch::nn::LinearImpl>(unit)->forward(x))
+        .pow(2)
+        .sum()
+        .backward();
+  };
+  auto reference = make();
+  pass(reference, small({4, 5}, 1), 0);
+  pass(reference, small({4, 5}, 2), 1);
+  run(2, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    auto net = make();
+    for (size_t i = 0; i < 2; ++i) fully_shard(*net->ptr(i), mesh);
+    fully_shard(*net, mesh);
+    for (int64_t step = 0; step < 2; ++step) {
+      net->zero_grad();
+      set_requires_gradient_sync(*net, false);
+      pass(net, batch_on(small({4, 5}, 1), mesh, 1), 0);
+      set_requires_gradient_sync(*net, true);
+      CommDebugMode counts;
+      pass(net, batch_on(small({4, 5}, 2), mesh, 1), 1);
+      EXPECT_EQ(counts.calls("reduce_scatter"), 3) << counts;
+      expect_same_gradients(net, reference, c10::str(" in step ", step));
+    }
+  });
+}
+
+struct Warnings final : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+TEST(FullyShard, SaysThatKeptGradientsAreDropped) {
+  run(2, [] {
+    torch::nn::Linear net(4, 4);
+    fully_shard(*net, init_device_mesh(at::kCPU, {2}));
+    const at::Tensor x = batch_on(small({4, 4}), DTensor(net->weight).device_mesh(), 1);
+    set_requires_gradient_sync(*net, false);
+    net->forward(x).sum().backward();
+    net->weight.set_data(DTensor(net->weight.detach()).redistribute({Shard(1)}));
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    net->forward(x);
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    EXPECT_NE(warnings.texts[0].find("kept, not reduced"), std::string::npos) << warnings.texts[0];
   });
 }
 
@@ -781,6 +897,15 @@ TEST(FullyShard, SaysWhatIsWrong) {
     expect_error<c10::ValueError>([&] { unshard(*net); }, {"NetImpl", "fully_shard first"});
     expect_error<c10::ValueError>([&] { set_requires_gradient_sync(*net, false); },
                                   {"NetImpl", "fully_shard first"});
+    expect_error<c10::Error>([&] { fully_shard(*net->tied, mesh); },
+                             {"'weight'", "a module outside of this one", "a module that has both"});
+    // Nothing has changed then, and it can be tried again.
+    const auto bad_for_one = [](const std::string& name, const at::Tensor&) {
+      return name == "wide" ? 1 : 0;
+    };
+    expect_error<c10::IndexError>([&] { fully_shard(*net, mesh, {.shard_dim = bad_for_one}); },
+                                  {"no dim 1 to shard"});
+    for (const at::Tensor& each : net->parameters()) EXPECT_FALSE(DTensor::is_dtensor(each));
     const DeviceMesh deep = init_device_mesh(at::kCPU, {1, 1, 2});
     expect_error<c10::ValueError>([&] { fully_shard(*net, deep); }, {"3 dims"});
     expect_error<c10::ValueError>([&] { fully_shard(*net, mesh, {.post_forward_ranks = 3}); },

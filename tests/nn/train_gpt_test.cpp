@@ -27,14 +27,18 @@ TEST(TrainGpt, RunsAsProcesses) {
   }
 }
 
-TEST(TrainGpt, IsFullySharded) {
-  const std::vector<std::string> command{
-      TESSERA_TRAIN_GPT, "--steps", "3",          "--width", "32", "--context", "16",
-      "--batch",         "4",       "--parallel", "fsdp"};
-  const auto results = support::spawn(4, command, {});
-  testing::expect_ok(results);
-  EXPECT_THAT(results[0].output, ::testing::HasSubstr("as mesh(dp=4, tp=1)"));
-  EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+TEST(TrainGpt, IsParallelInEachWay) {
+  const std::vector<std::pair<std::string, std::string>> ways{
+      {"fsdp", "dp=4, tp=1"}, {"fsdp+tp", "dp=2, tp=2"}, {"dp", "dp=4, tp=1"}, {"tp", "dp=1, tp=4"}};
+  for (const auto& [parallel, mesh] : ways) {
+    const std::vector<std::string> command{TESSERA_TRAIN_GPT, "--steps", "3",       "--width", "32",
+                                           "--context",       "16",      "--batch", "4",       "--parallel",
+                                           parallel};
+    const auto results = support::spawn(4, command, {});
+    testing::expect_ok(results);
+    EXPECT_THAT(results[0].output, ::testing::HasSubstr("as mesh(" + mesh + ")"));
+    EXPECT_THAT(results[0].output, ::testing::HasSubstr("All 3 losses agree"));
+  }
 }
 
 TEST(TrainGpt, TracesAllRanks) {

@@ -4,6 +4,7 @@
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
 #include <tessera/nn/distribute_module.h>
+#include <tessera/nn/fully_shard.h>
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
 #include <tessera/pipeline/schedule.h>
@@ -367,13 +368,69 @@ TEST(Pipeline, SendsActivationsOnce) {
       const int64_t messages = step == 0 ? 12 : 4;  // with the size and the text of what comes
       EXPECT_EQ(counts.calls("send"), pp.get_local_rank() == 0 ? messages : 4) << counts;
       EXPECT_EQ(counts.calls("recv"), pp.get_local_rank() == 0 ? 4 : messages) << counts;
-      EXPECT_EQ(counts.calls("scatter"), 1) << counts;
+      EXPECT_EQ(counts.calls("all_to_all"), 1) << counts;
       if (step > 0) {
         EXPECT_EQ(counts.get_comm_counts().at("send").bytes, 4 * activation) << counts;
         EXPECT_EQ(counts.get_comm_counts().at("recv").bytes, 4 * activation) << counts;
       }
     }
   });
+}
+
+/// Stages that are fully sharded on another mesh dim: parameters are gathered for each micro-batch, and gradients are sums.
+TEST(Pipeline, StagesMayBeFullySharded) {
+  const at::Tensor text = text_of(8);
+  const Reference reference(text);
+  for (const How& how : kSchedules) {
+    run(4, [&] {
+      const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"pp", "dp"});
+      const DeviceMesh pp = mesh["pp"], dp = mesh["dp"];
+      Pipeline pipeline(how, pp, 2, [&](gpt::Stage& stage) { fully_shard(*stage, dp); });
+      const auto placed = [&](const at::Tensor& x) {
+        return distribute_tensor(x, dp, {Shard(0)}, std::nullopt);
+      };
+      for (int64_t step = 0; step < 2; ++step) {
+        for (const gpt::Stage& module : pipeline.modules) module->zero_grad();
+        const PipelineResult result =
+            pipeline.schedule.step(placed(inputs_of(text)), placed(targets_of(text)));
+        if (pp.get_local_rank() == 1)
+          EXPECT_NEAR(unsharded(result.loss).item<double>(), reference.loss, 1e-4) << how.name;
+        pipeline.expect_gradients(reference, how.name);
+        for (const gpt::Stage& module : pipeline.modules) {
+          for (const at::Tensor& each : module->parameters())
+            EXPECT_EQ(DTensor(each.grad()).placements(), Placements{Shard(0)}) << how.name;
+        }
+      }
+    });
+  }
+}
+
+/// Which parameters are trained may change from step to step, on any stage.
+TEST(Pipeline, ParametersMayBeFrozenBetweenSteps) {
+  const at::Tensor text = text_of(8);
+  const Reference reference(text);
+  for (const How& how : kSchedules) {
+    run(2, [&] {
+      const DeviceMesh pp = init_device_mesh(at::kCPU, {2}, {"pp"});
+      Pipeline pipeline(how, pp, 4);
+      for (const bool frozen : {true, false, true, false}) {
+        for (const gpt::Stage& module : pipeline.modules) {
+          module->zero_grad();
+          for (const at::Tensor& parameter : module->parameters())
+            parameter.set_requires_grad(!frozen || pp.get_local_rank() == 1);
+        }
+        const PipelineResult result = pipeline.schedule.step(inputs_of(text), targets_of(text));
+        expect_loss(result, pp.get_local_rank() == 1, reference.loss, 4, how.name);
+        if (!frozen || pp.get_local_rank() == 1) {
+          pipeline.expect_gradients(reference, how.name);
+          continue;
+        }
+        for (const gpt::Stage& module : pipeline.modules) {
+          for (const at::Tensor& parameter : module->parameters()) EXPECT_FALSE(parameter.grad().defined());
+        }
+      }
+    });
+  }
 }
 
 /// Stages with several inputs and outputs: some have no gradient, some are not used, some are empty.

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <set>
+#include <type_traits>
+#include <utility>
+#include <variant>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
@@ -321,6 +324,40 @@ TEST(Rules, AreOfOperatorsThatExist) {
     if (op.starts_with("prims::")) continue;  // Python defines them: test_validate.py
     EXPECT_THAT(names, Contains(op)) << rule->text();
   }
+}
+
+/// The operators by which a rule computes, wherever it names some.
+std::vector<std::string> operators_of(const Rule& rule) {
+  return std::visit(
+      [](const auto& form) -> std::vector<std::string> {
+        using T = std::decay_t<decltype(form)>;
+        if constexpr (std::is_same_v<T, Decomposition>) {
+          return form.by;
+        } else if constexpr (std::is_same_v<T, Cases>) {
+          std::vector<std::string> all;
+          for (const auto& each : form.cases) {
+            for (std::string& name : operators_of(*each.rule)) all.push_back(std::move(name));
+          }
+          return all;
+        } else if constexpr (requires { form.if_sharded; }) {
+          if (form.if_sharded) return form.if_sharded->by;
+        }
+        return {};
+      },
+      rule.form);
+}
+
+TEST(Rules, DecomposeIntoOperatorsThatExist) {
+  std::set<std::string> names;
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) names.insert(name.name);
+  size_t count = 0;
+  for (const auto& [op, rule] : all_rules()) {
+    for (const std::string& name : operators_of(*rule)) {
+      EXPECT_TRUE(names.contains("aten::" + name)) << op << " is computed by " << name;
+      ++count;
+    }
+  }
+  EXPECT_GT(count, 0u);
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ TEST(Bridge, GridsAreTwoShardsWithoutCopying) {
   });
 }
 
-TEST(Bridge, OtherTilingsAreCutFirst) {
+TEST(Bridge, OtherTilingsAreReshardedFirst) {
   on_ranks(4, [](int64_t) {
     const at::Tensor global = global_tensor({7, 5});
     const ShardedTensor tensor = shard_tensor(global, grid_spec({7, 5}, 3));

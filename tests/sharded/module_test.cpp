@@ -263,7 +263,7 @@ TEST(ShardModule, GradientsCanBeClippedByValue) {
   });
 }
 
-TEST(ShardedGradients, AreOneTruthForTheWholeAndItsShards) {
+TEST(ShardedGradients, AreThoseOfTheTensorAndOfItsShards) {
   on_ranks(3, [](int64_t rank) {  // the last has no shard
     const ShardedTensor weight = ones(chunks(0, {0, 1, 0}), {6, 2}, {.requires_grad = true});
     const at::Tensor tensor = weight;
@@ -630,7 +630,7 @@ TEST(ShardedState, TensorsComeBack) {
 /// Not only their memory: it may be that of the conjugate or negative.
 TEST(ShardedState, ValuesAreSaved) {
   const at::Tensor numbers = at::complex(at::arange(3, at::kFloat), at::ones({3}));
-  const StateDict state{{"conjugate", numbers.conj()}, {"negative", at::imag(numbers.conj())}};
+  const TensorDict state{{"conjugate", numbers.conj()}, {"negative", at::imag(numbers.conj())}};
   ASSERT_TRUE(state.at("conjugate").is_conj() && state.at("negative").is_neg());
   for (const auto& [name, tensor] : from_bytes(to_bytes(state)))
     EXPECT_TRUE(at::equal(tensor, state.at(name))) << name << tensor;
@@ -672,15 +672,15 @@ TEST(ShardedState, ModulesAreSavedAndLoaded) {
   on_ranks(4, [](int64_t rank) {
     Recommender model;
     shard_module(model, both_tables());
-    const StateDict state = state_dict(model, "model.");
+    const TensorDict state = state_dict(model, "model.");
     ASSERT_EQ(state.size(), 4);
     EXPECT_TRUE(state.at("model.items.weight").is_same(model.items->weight));
-    StateDict hooked;
+    TensorDict hooked;
     state_dict_hook(model, hooked);
     EXPECT_EQ(hooked.size(), 2);
     EXPECT_TRUE(hooked.contains("users.weight"));
 
-    const StateDict loaded = from_bytes(to_bytes(state));
+    const TensorDict loaded = from_bytes(to_bytes(state));
     Recommender other;
     {
       const torch::NoGradGuard no_grad;
@@ -703,7 +703,7 @@ TEST(ShardedState, OptimisersGoOnWithWhatIsLoaded) {
   on_ranks(2, [](int64_t rank) {
     Recommender model;
     shard_parameter(*model.items, "weight", chunks(0, {0, 1}));
-    const StateDict saved = from_bytes(to_bytes(state_dict(model)));
+    const TensorDict saved = from_bytes(to_bytes(state_dict(model)));
     torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1));
     const at::Tensor weight = model.items->weight;
     model.forward(rank).sum().backward();
@@ -715,7 +715,7 @@ TEST(ShardedState, OptimisersGoOnWithWhatIsLoaded) {
     optimizer.step();
     EXPECT_FALSE(at::equal(weight, saved.at("items.weight")));
 
-    StateDict otherwise = saved;
+    TensorDict otherwise = saved;
     otherwise["items.weight"] = ShardedTensor(saved.at("items.weight")).reshard(chunks(1, {0, 1}));
     expect_error<c10::Error>([&] { load_state_dict(model, otherwise); }, {"items.weight", "optimiser"});
     EXPECT_TRUE(model.items->weight.is_same(weight));
@@ -725,7 +725,7 @@ TEST(ShardedState, OptimisersGoOnWithWhatIsLoaded) {
 TEST(ShardedState, LoadingIsStrict) {
   on_ranks(2, [](int64_t) {
     Recommender model;
-    StateDict state = state_dict(model);
+    TensorDict state = state_dict(model);
     state.erase("top.bias");
     state["bottom"] = at::ones({1});
     expect_error<c10::Error>([&] { load_state_dict(model, state); },

@@ -1,13 +1,15 @@
-// Programs may use both namespaces at once.
+// Programs may use these namespaces at once.
 
 #include <tessera/tessera.h>
 
 #include <sstream>
+#include <type_traits>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 using namespace tessera;
+using namespace tessera::checkpoint;
 using namespace tessera::sharded;
 
 namespace {
@@ -32,6 +34,9 @@ TEST(Namespaces, GoTogether) {
     out << static_cast<const at::Tensor&>(sharded);
     EXPECT_EQ(out.str(), "ShardedTensor [4, 2] f32: [0, 0]+[2, 2] rank:0/cpu, [2, 0]+[2, 2] rank:1/cpu");
     EXPECT_TRUE(sharded::init::constant_(zeros(spec, {4, 2}), 1).is_floating_point());
+    TensorDict tensors{{"weight", sharded}};
+    EXPECT_EQ(from_bytes(to_bytes(tensors)).size(), 1u);
+    static_assert(!std::is_same_v<StateDict, TensorDict>);
   });
 }
 

@@ -211,7 +211,7 @@ TEST(ShardedTensorInit, RequiresGradIsOneTruth) {
 
 // --- made from local shards
 
-TEST(ShardedTensorFromLocalShards, FindsTheWhole) {
+TEST(ShardedTensorFromLocalShards, FindsTheGlobalShape) {
   on_ranks(4, [](int64_t rank) {
     const at::Tensor global = global_tensor({10, 6});
     // A grid, two shards a rank, on one rank none.

@@ -1,9 +1,13 @@
 #include "tests/support/ranks.h"
 
 #include <algorithm>
+#include <arpa/inet.h>
 #include <cstring>
 #include <map>
+#include <netinet/in.h>
 #include <stdexcept>
+#include <sys/socket.h>
+#include <unistd.h>
 
 namespace tessera::testing {
 
@@ -12,6 +16,19 @@ namespace {
 std::map<std::string, std::function<void()>>& bodies() {
   static std::map<std::string, std::function<void()>> instance;
   return instance;
+}
+
+uint16_t free_port() {
+  const int probe = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  if (::bind(probe, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::getsockname(probe, reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    throw std::runtime_error("there is no free port");
+  ::close(probe);
+  return ntohs(address.sin_port);
 }
 
 constexpr const char* kFlag = "--rank-body=";
@@ -59,6 +76,13 @@ std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t
 support::SpawnOptions over(const std::string& backend) {
   support::SpawnOptions options;
   options.environment = {{"TESSERA_BACKEND", backend}};
+  return options;
+}
+
+support::SpawnOptions without_agent() {
+  support::SpawnOptions options;
+  options.environment = {{"TORCHELASTIC_USE_AGENT_STORE", "False"},
+                         {"MASTER_PORT", std::to_string(free_port())}};
   return options;
 }
 

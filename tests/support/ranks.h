@@ -31,6 +31,9 @@ std::vector<support::ProcessResult> spawn_ranks(const std::string& body, int64_t
 /// For spawn_ranks: processes whose world has this backend, unless they name another.
 support::SpawnOptions over(const std::string& backend);
 
+/// For spawn_ranks: rank 0 keeps the store, as without torchrun.
+support::SpawnOptions without_agent();
+
 /// Runs them over gloo and over shared memory, and expects all of them to end well.
 void expect_ok_over_processes(const std::string& body, int64_t count);
 

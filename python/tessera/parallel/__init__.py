@@ -11,10 +11,14 @@ from tessera.parallel.api import parallelize_module
 from tessera.parallel.context import ContextParallel, context_parallel, from_zigzag, to_zigzag, zigzag_order
 from tessera.parallel.experts import ExpertParallel, all_to_all_single, exchange_sizes
 from tessera.parallel.fully_shard import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from tessera.parallel.input_reshard import input_reshard
 from tessera.parallel.loss import loss_parallel
@@ -31,11 +35,13 @@ from tessera.parallel.style import (
 )
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
     "ContextParallel",
     "ExpertParallel",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -43,6 +49,7 @@ __all__ = [
     "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "UnshardHandle",
     "all_to_all_single",
     "context_parallel",
     "exchange_sizes",
@@ -55,6 +62,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "save_pretrained",
+    "share_comm_ctx",
     "to_zigzag",
     "zigzag_order",
 ]

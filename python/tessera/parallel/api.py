@@ -11,7 +11,7 @@ from tessera import _C
 from tessera._api import _mesh
 from tessera._C import DeviceMesh
 from tessera._module import Shared
-from tessera.parallel.auto import check_plain_gradients, styles_of, tell_transformers
+from tessera.parallel.auto import check_plain_gradients, notify_transformers, styles_of
 from tessera.parallel.style import ParallelStyle
 
 #: Styles by the names of submodules, one for the module itself, or the name of a plan.
@@ -63,7 +63,7 @@ def parallelize_module(
         for submodule, style in styles_of(module, mesh, parallelize_plan == "experts"):
             _apply(style, submodule, mesh, src_data_rank)
         check_plain_gradients(module, mesh)
-        tell_transformers(module, mesh)
+        notify_transformers(module, mesh)
         if src_data_rank is not None:
             for tensor in (*module.parameters(), *module.buffers()):
                 if not _C.is_dtensor(tensor) and not tensor.is_meta:

@@ -107,7 +107,7 @@ class _ShardedExperts(_LocalParameters):
         return _summed(result, mesh)
 
 
-class _WholeExperts(_LocalParameters):
+class _LocalExperts(_LocalParameters):
     """Each rank has some of the experts, and computes what the tokens get from them; the results are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -142,9 +142,9 @@ class _WholeExperts(_LocalParameters):
         return _summed(result, mesh).view_as(given)
 
 
-def owns_whole_experts(module: nn.Module) -> bool:
+def has_local_experts(module: nn.Module) -> bool:
     """Whether its parameters are those of experts that other ranks do not have."""
-    return isinstance(getattr(type(module), "_style", None), _WholeExperts)
+    return isinstance(getattr(type(module), "_style", None), _LocalExperts)
 
 
 class _PartialGradients(_Forward):
@@ -236,7 +236,7 @@ def _generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _of_whole_heads(rules: dict[str, str], config: Any, ranks: int) -> dict[str, str]:
+def _with_unsharded_heads(rules: dict[str, str], config: Any, ranks: int) -> dict[str, str]:
     """The rules, where heads that cannot be shared evenly are computed on every rank."""
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     if all(count is None or count % ranks == 0 for count in heads):
@@ -247,16 +247,16 @@ def _of_whole_heads(rules: dict[str, str], config: Any, ranks: int) -> dict[str,
         for path, style in rules.items()
         if style == "colwise" and path.rpartition(".")[2] in projections
     }
-    whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
-    whole |= {"replicated_with_grad_allreduce": "replicate", "mla_kv_a_proj": "replicate"}
+    unsharded = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+    unsharded |= {"replicated_with_grad_allreduce": "replicate", "mla_kv_a_proj": "replicate"}
     return {
-        path: whole.get(style, style) if path.rpartition(".")[0] in attention else style
+        path: unsharded.get(style, style) if path.rpartition(".")[0] in attention else style
         for path, style in rules.items()
     }
 
 
 def styles_of(
-    model: nn.Module, mesh: DeviceMesh, whole_experts: bool
+    model: nn.Module, mesh: DeviceMesh, local_experts: bool
 ) -> list[tuple[nn.Module, ParallelStyle]]:
     """The submodules that the model's own plan names, with their styles."""
     config: Any = getattr(model, "config", None)
@@ -272,7 +272,7 @@ def styles_of(
         raise ValueError(
             f'parallelize_module: plan="auto" is for a mesh of one dim, but this is {mesh}; give a slice of it, such as mesh["tp"].'
         )
-    if whole_experts and not of_experts:
+    if local_experts and not of_experts:
         raise ValueError(
             f'parallelize_module: {type(model).__name__} ships no plan for experts (ep_plan); use plan="auto".'
         )
@@ -280,17 +280,17 @@ def styles_of(
     def within(path: str, plan: dict[str, str]) -> bool:
         return any(path == other or path.startswith(f"{other}.") for other in plan)
 
-    if whole_experts:
+    if local_experts:
         rules = {path: style for path, style in rules.items() if not within(path, of_experts)} | of_experts
     else:
         rules = rules | {path: style for path, style in of_experts.items() if not within(path, rules)}
-    rules = _of_whole_heads(rules, config, mesh.size())
+    rules = _with_unsharded_heads(rules, config, mesh.size())
 
     found: list[tuple[nn.Module, ParallelStyle]] = []
     for path, module in model.named_modules():
         style = rules.get(_generic(path))
         placements: dict[str, Placement] = {}
-        whole = False
+        is_local = False
         for name, parameter in module.named_parameters(recurse=False):
             of_parameter = rules.get(_generic(f"{path}.{name}" if path else name))
             if of_parameter is not None:
@@ -298,11 +298,13 @@ def styles_of(
                 if placement is None:
                     raise ValueError(_unknown(of_parameter, f"the parameter {path}.{name}"))
                 placements[name] = placement
-                whole = whole or of_parameter == "grouped_gemm"
+                is_local = is_local or of_parameter == "grouped_gemm"
         if placements:
             if style not in (None, "replicate", *_EXPERTS):
                 raise ValueError(_unknown(str(style), f"{path}, whose parameters have styles of their own"))
-            kind = _LocalParameters if style not in _EXPERTS else _WholeExperts if whole else _ShardedExperts
+            kind = (
+                _LocalParameters if style not in _EXPERTS else _LocalExperts if is_local else _ShardedExperts
+            )
             found.append((module, kind(placements)))
         elif style in _EXPERTS:
             raise ValueError(_unknown(str(style), f"{path}, none of whose parameters has a style"))
@@ -358,7 +360,7 @@ def check_plain_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     first = model.register_forward_pre_hook(before_forward)
 
 
-def tell_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
+def notify_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let its Trainer, and accelerate, know that these processes share one model: they then give them the same batches, and do not
     wrap it for data parallelism. Of ranks that are threads they see one process, which has all of the model.
     """

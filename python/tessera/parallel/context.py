@@ -25,7 +25,8 @@ def context_parallel(method: Method = "ring", *, zigzag: bool = False) -> Iterat
     one of the first two is taken. A call that the method cannot do is an error that names those that can. Gradients, and what activation
     checkpointing computes again, are computed in the way of their forward, wherever ``backward`` is called.
 
-    ``zigzag``: the sequence is in the order that :func:`to_zigzag` gives it, and ``is_causal`` goes by positions.
+    ``zigzag``: the sequence is in the order that :func:`to_zigzag` gives it, and ``is_causal`` goes by positions. Masks
+    are to be in this order too.
 
         with context_parallel("ring"):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)       # q, k, v: [Shard(2)]

@@ -1,20 +1,32 @@
 """ZeRO-3: parameters, gradients and optimizer states are sharded, and a part of the model is gathered while it computes."""
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import tessera
 from tessera import _C
 from tessera._api import _mesh
 from tessera._C import DeviceMesh, Shard, ShardUnit
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard", "register_fsdp_forward_method"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,18 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
 
+@dataclass
+class OffloadPolicy:
+    """Parameters, gradients and optimizer states stay on the mesh's device."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """They stay on the CPU; on a mesh of another device this is refused. ``pin_memory`` is there for code that was written for PyTorch."""
+
+    pin_memory: bool = True
+
+
 class _Unit:
     """A unit, and where its modules have its parameters: while it computes, these have the gathered ones."""
 
@@ -38,7 +62,11 @@ class _Unit:
         self.modules, self.mesh, self.policy = modules, mesh, policy
         self.slots: list[list[tuple[nn.Module, str]]] = []  # of each parameter: several, if modules share it
         self.parameters: list[nn.Parameter] = []
-        self.entered = 0
+        self.calls = 0  # of its modules, inside of one another
+        self.is_open = False  # slots have gathered parameters
+        self.to_run: set[int] = set()  # modules that have not been called yet, by id
+        self.lists: list[_Unit] = []  # units of several modules inside of this one
+        self.lenders: list[_Unit] = []  # units inside of this one, of which its modules share parameters
         self.shards: ShardUnit
 
     def refresh(self) -> None:
@@ -58,42 +86,69 @@ class _Unit:
         self.shards.set_parameters(now)
 
     def is_local(self, values: Any) -> bool | None:
-        """Whether inputs are those of this rank alone; None if there are none."""
-        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        """Whether inputs are those of this rank alone; None if no tensors are seen."""
+        tensors = list(_tensors(values))
         return not any(_C.is_distributed_on(tensor, self.mesh) for tensor in tensors) if tensors else None
 
-    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.entered == 0:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Of each call of a module of the unit. :meth:`after` is called for each, too, even if this fails."""
+        self.calls += 1
+        if self.calls == 1 and id(module) not in self.to_run:
+            self.end()  # of a pass that did not call all modules
             self.refresh()
         if self.policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
-        self.shards.begin_forward(self.is_local((args, kwargs)))
-        self.entered += 1
+        if not self.is_open:
+            self.shards.begin_forward(self.is_local((args, kwargs)))
+            self.is_open = True
+            self.to_run = {id(each) for each in self.modules}
         for index, slots in enumerate(self.slots):
             gathered = self.shards.gathered(index)
-            for module, name in slots:
-                module._parameters[name] = gathered  # type: ignore[assignment]
+            for owner, name in slots:
+                owner._parameters[name] = gathered  # type: ignore[assignment]
         return args, kwargs
 
-    def after(self, output: Any) -> Any:
-        if self.entered == 0:  # `before` failed
+    def after(self, module: nn.Module, output: Any) -> Any:
+        if self.calls == 0:  # another hook failed, before ours
             return output
-        self.entered -= 1
-        if self.entered == 0:
-            for slots, parameter in zip(self.slots, self.parameters, strict=True):
-                for module, name in slots:
-                    module._parameters[name] = parameter
-        self.shards.end_forward()
-        output = _cast(output, self.policy.output_dtype)
+        self.calls -= 1
+        self.to_run.discard(id(module))
+        if output is None and sys.exc_info()[0] is not None:
+            self.to_run.clear()  # it failed: who knows what is called next
+        if self.calls == 0 and not self.to_run:
+            self.end()
+            output = _cast(output, self.policy.output_dtype)
         # Plain tensors cannot bring their memory back themselves when backward reads it.
-        for value in tree_leaves(output):
-            if (
-                isinstance(value, torch.Tensor)
-                and value.requires_grad
-                and not _C.is_distributed_on(value, self.mesh)
-            ):
-                value.register_hook(lambda _: self.shards.begin_backward())  # type: ignore[no-untyped-call]
+        for value in _tensors(output):
+            if value.requires_grad and not _C.is_distributed_on(value, self.mesh):
+                value.register_hook(lambda _: self.begin_backward())  # type: ignore[no-untyped-call]
         return output
+
+    def begin_backward(self) -> None:
+        for each in (self, *self.lenders):
+            each.shards.begin_backward()
+
+    def end(self) -> None:
+        """Its modules have their sharded parameters again."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.to_run.clear()
+        for each in self.lists:
+            each.end()  # of which not all modules were called
+        for slots, parameter in zip(self.slots, self.parameters, strict=True):
+            for module, name in slots:
+                module._parameters[name] = parameter
+        self.shards.end_forward()
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Those in containers, and in fields of dataclasses."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from _tensors([getattr(value, field.name, None) for field in fields(value)])
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -120,7 +175,7 @@ class FSDPModule:
         """Gather the parameters of this unit now."""
         self._unit.refresh()
         self._unit.shards.unshard()
-        return _Done() if async_op else None
+        return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Free the gathered parameters of this unit now."""
@@ -168,10 +223,33 @@ class FSDPModule:
         )
 
 
-class _Done:
-    """What has been waited for."""
+class UnshardHandle:
+    """What :meth:`FSDPModule.unshard` returns with ``async_op``. The parameters are there already."""
 
     def wait(self) -> None: ...
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Nothing: units have no streams that they could share."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx: expected modules that fully_shard has sharded, got {type(module).__name__}."
+            )
+
+
+def _check_offload(policy: Any, mesh: DeviceMesh) -> None:
+    """By name: PyTorch's are as good."""
+    name = type(policy).__name__
+    if (
+        policy is None
+        or name == "OffloadPolicy"
+        or (name == "CPUOffloadPolicy" and mesh.device_type == "cpu")
+    ):
+        return
+    raise NotImplementedError(
+        f"fully_shard: offload_policy {policy!r} is not supported on a mesh of {mesh.device_type}: parameters stay on its device. Leave it out."
+    )
 
 
 def _all_ranks() -> DeviceMesh:
@@ -218,7 +296,8 @@ def fully_shard(
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    The module is a unit: before ``forward`` its parameters are gathered, in one collective, and its attributes are these; then they are
+    The module is a unit (several modules are one, if a list of them is given: from the call of the first until all were called, in any order, or
+    the unit around them ends): before ``forward`` its parameters are gathered, in one collective, and its attributes are these; then they are
     freed, and gathered again for backward, which reduce-scatters their gradients in one collective. Batches are of one of two kinds, which the
     inputs of ``forward`` say:
 
@@ -226,18 +305,17 @@ def fully_shard(
       gradients are averaged over the ranks;
     - distributed on ``mesh``: the batch is the global one, and so is the loss; gradients are sums.
 
+    Tensors are looked for in containers and dataclasses. If the outermost unit is given none, its batch counts as plain.
+
     ``mesh``: of one dim, which shards, or of two, of which the first replicates (HSDP); slices of the mesh of tensor parallel parameters. By
     default all ranks.
     ``reshard_after_forward``: whether parameters are freed after forward. By default all are but those of the outermost unit. A number
     of ranks, which divides that of the mesh dim: they stay sharded over groups of so many neighbours, who gather them for backward.
     ``shard_placement_fn``: gives the ``Shard(dim)`` of a parameter; by default the first dim. Any dim, of any size.
     ``mp_policy``: see :class:`MixedPrecisionPolicy`; that of PyTorch is as good.
+    ``offload_policy``: :class:`CPUOffloadPolicy` on the CPU, where it changes nothing.
     ``ignored_params``: parameters to leave alone.
     """
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError(
-            f"fully_shard: offload_policy {offload_policy!r} is not supported: parameters stay on the mesh's device. Leave it out."
-        )
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in modules:
         if isinstance(each, FSDPModule):
@@ -245,6 +323,7 @@ def fully_shard(
     where = _all_ranks() if mesh is None and not _C.has_current_mesh() else _mesh(mesh)
     if where.ndim > 2:
         raise ValueError(f"fully_shard: expected a mesh of one or two dims, as mesh['dp'], got {where}.")
+    _check_offload(offload_policy, where)
     unit = _Unit(modules, where, mp_policy)
     reshards, post_forward_ranks = _reshards(reshard_after_forward, where)
     names = _shard(unit, shard_placement_fn, ignored_params or set())
@@ -257,46 +336,80 @@ def fully_shard(
         mp_policy.param_dtype,
         mp_policy.reduce_dtype,
     )
-    for each in modules:
-        for inner in each.modules():
-            if isinstance(inner, FSDPModule):
-                unit.shards.adopt(inner._unit.shards)
+    for inner in _inner_units(unit):
+        unit.shards.adopt(inner.shards)
+        if len(inner.modules) > 1:
+            unit.lists.append(inner)
     for each in modules:
         kind = type(each)
         each.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         each._unit = unit  # type: ignore[assignment]
-    modules[0].register_forward_pre_hook(
-        lambda _, args, kwargs: unit.before(args, kwargs), prepend=True, with_kwargs=True
-    )
-    modules[-1].register_forward_hook(lambda _, args, output: unit.after(output), always_call=True)
+        each.register_forward_pre_hook(unit.before, prepend=True, with_kwargs=True)
+        each.register_forward_hook(lambda module, args, output: unit.after(module, output), always_call=True)
     return module
+
+
+# Parameters that were sharded, by the tensors that they replaced: other modules may have these still.
+_replaced: Any = WeakTensorKeyDictionary()
+
+
+def _inner_units(unit: _Unit) -> list[_Unit]:
+    inner = [each._unit for root in unit.modules for each in root.modules() if isinstance(each, FSDPModule)]
+    return list(dict.fromkeys(inner))
+
+
+def _lender(unit: _Unit, module: nn.Module, name: str) -> tuple[_Unit, int] | None:
+    """The unit inside of this one that has sharded the parameter, and where it has it."""
+    owner, index = _replaced.get(module._parameters[name], (None, 0))
+    lender = owner() if owner is not None else None
+    if lender is None:
+        return None
+    if lender not in _inner_units(unit):
+        raise ValueError(
+            f"fully_shard: the parameter '{name}' of this {type(module).__name__} is shared with another unit. Make one unit of both modules, "
+            f"fully_shard([first, second]), or shard a module that has both."
+        )
+    return lender, index
 
 
 def _shard(
     unit: _Unit, shard_placement_fn: Callable[[nn.Parameter], Any] | None, ignored: Iterable[nn.Parameter]
 ) -> list[str]:
-    """Replaces the parameters of the unit by sharded ones; their names."""
+    """Replaces the parameters of the unit by sharded ones; their names. Whatever is refused is so before anything is changed."""
     skipped = {id(parameter) for parameter in ignored}
-    known: dict[int, int] = {}
-    names: list[str] = []
+    dims: dict[int, int] = {}
+    found: list[tuple[str, nn.Module, str, tuple[_Unit, int] | None]] = []
+    seen: set[nn.Module] = set()
     for root in unit.modules:
-        for path, module in root.named_modules():
-            for name, parameter in list(module._parameters.items()):
+        for path, module in root.named_modules(seen):
+            for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in skipped or ShardUnit.has(parameter):
                     continue
-                index = known.get(id(parameter))
-                if index is None:
-                    sharded = nn.Parameter(
-                        _C.shard_parameter(parameter, unit.mesh, _dim_of(parameter, shard_placement_fn)),
-                        parameter.requires_grad,
-                    )
-                    sharded.__dict__.update(parameter.__dict__)
-                    index = known[id(parameter)] = known[id(sharded)] = len(names)
-                    names.append(f"{path}.{name}" if path else name)
-                    unit.parameters.append(sharded)
-                    unit.slots.append([])
-                unit.slots[index].append((module, name))
-                setattr(module, name, unit.parameters[index])  # which some modules notice: recurrent ones
+                found.append((f"{path}.{name}" if path else name, module, name, _lender(unit, module, name)))
+                if found[-1][-1] is None and id(parameter) not in dims:
+                    dims[id(parameter)] = _dim_of(parameter, shard_placement_fn)
+                    _C.check_shard_dim(parameter, unit.mesh, dims[id(parameter)])
+    known: dict[int, int] = {}
+    names: list[str] = []
+    for full_name, module, name, lent in found:
+        parameter = getattr(module, name)
+        if lent is not None:
+            owner, index = lent
+            if owner not in unit.lenders:
+                unit.lenders.append(owner)
+        else:
+            owner, index = unit, known.setdefault(id(parameter), len(names))
+        if owner is unit and index == len(names):
+            sharded = nn.Parameter(
+                _C.shard_parameter(parameter, unit.mesh, dims[id(parameter)]), parameter.requires_grad
+            )
+            sharded.__dict__.update(parameter.__dict__)
+            _replaced[parameter] = (weakref.ref(unit), index)
+            names.append(full_name)
+            unit.parameters.append(sharded)
+            unit.slots.append([])
+        owner.slots[index].append((module, name))
+        setattr(module, name, owner.parameters[index])  # which some modules notice: recurrent ones
     return names
 
 
@@ -309,12 +422,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.before(args, kwargs)
         output = None
         try:
+            args, kwargs = unit.before(module, args, kwargs)
             output = method(*args, **kwargs)
         finally:
-            output = unit.after(output)
+            output = unit.after(module, output)
         return output
 
     setattr(module, method_name, wrapped)

@@ -13,7 +13,7 @@ from tessera import _C, checkpoint
 from tessera._api import _mesh
 from tessera._C import DeviceMesh
 from tessera.parallel.api import parallelize_module
-from tessera.parallel.auto import owns_whole_experts
+from tessera.parallel.auto import has_local_experts
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
@@ -37,7 +37,7 @@ def _state(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """What this rank has of the model, by the names that it has in files. A tensor that is shared is there once."""
     own: dict[str, torch.Tensor] = {}  # of experts that other ranks do not have
     for path, module in model.named_modules():
-        if owns_whole_experts(module):
+        if has_local_experts(module):
             own |= {
                 f"{path}.{name}": each
                 for name, each in module.named_parameters(recurse=False)

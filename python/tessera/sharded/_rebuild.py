@@ -13,7 +13,7 @@ from tessera.sharded.sharded_tensor.shard import Shard
 from tessera.sharded.sharding_spec.api import ShardingSpec
 
 
-def _places(process_group: Any) -> tuple[int, int, int, int]:
+def _ranks_and_sizes(process_group: Any) -> tuple[int, int, int, int]:
     """This rank in the group and in the world, and how many each has; -1 outside of the group."""
     rank, size = _C.get_rank(), _C.get_world_size()
     if process_group is None:
@@ -21,8 +21,8 @@ def _places(process_group: Any) -> tuple[int, int, int, int]:
     if isinstance(process_group, int):  # torch.distributed.GroupMember.NON_GROUP_MEMBER
         return -1, rank, -1, size
     if isinstance(process_group, (list, tuple)):
-        place = process_group.index(rank) if rank in process_group else -1
-        return place, rank, len(process_group) if place >= 0 else -1, size
+        group_rank = process_group.index(rank) if rank in process_group else -1
+        return group_rank, rank, len(process_group) if group_rank >= 0 else -1, size
     return process_group.rank(), rank, process_group.size(), size
 
 
@@ -33,7 +33,7 @@ def reduce_sharded_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
         tensor.metadata(),
         tensor.sharding_spec(),
         tensor._init_rrefs,
-        _places(tensor._process_group),
+        _ranks_and_sizes(tensor._process_group),
         getattr(tensor, "_is_param", False),
     )
 
@@ -43,7 +43,7 @@ def rebuild_sharded_tensor(
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec,
     init_rrefs: bool,
-    places: tuple[int, int, int, int],
+    ranks_and_sizes: tuple[int, int, int, int],
     is_parameter: bool,
 ) -> ShardedTensor:
     """The tensor on the same rank of as many, of the group of ``load_with_process_group``, else of all."""
@@ -55,7 +55,7 @@ def rebuild_sharded_tensor(
     _world.ensure()
     process_group = api._current_group()
     names = ("Local rank", "Global rank", "Local world size", "Global world size")
-    for name, saved, now in zip(names, places, _places(process_group)):
+    for name, saved, now in zip(names, ranks_and_sizes, _ranks_and_sizes(process_group)):
         if saved != now:
             raise RuntimeError(
                 f"{name} at save time was {saved}, but at load time it is {now}. tessera.checkpoint saves and loads on any ranks."

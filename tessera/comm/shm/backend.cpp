@@ -1,4 +1,5 @@
 #include <tessera/comm/posting_backend.h>
+#include <tessera/comm/shared_error.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/comm/shm/collectives.h>
 #include <tessera/comm/shm/messages.h>
@@ -23,14 +24,12 @@ class ShmPoster final : public Poster {
   bool poll(uint64_t number) override { return collectives_.poll(number); }
 
   std::shared_ptr<comm::Parcel> send(int64_t to, int tag, const at::Tensor& tensor) override {
-    auto parcel = messages_.send(to, tag, tensor);
-    needs_help_();
-    return parcel;
+    needs_help_();  // before it is posted, as it may throw
+    return messages_.send(to, tag, tensor);
   }
   std::shared_ptr<comm::Parcel> receive(int64_t from, int tag, const at::Tensor& tensor) override {
-    auto parcel = messages_.receive(from, tag, tensor);
     needs_help_();
-    return parcel;
+    return messages_.receive(from, tag, tensor);
   }
   void wait(const std::shared_ptr<comm::Parcel>& parcel, bool sending, Milliseconds timeout,
             bool /*is_final*/) override {
@@ -47,11 +46,23 @@ class ShmPoster final : public Poster {
   Messages messages_;
   const std::function<void()> needs_help_ = [this] {
     if (has_helper_.exchange(true)) return;
-    member_.start_helper([this] {
+    try {
+      member_.start_helper([this] { help(); });
+    } catch (...) {  // there are no threads left now
+      has_helper_ = false;
+      throw;
+    }
+  };
+  /// On the helper, where nobody can catch what it throws.
+  void help() {
+    try {
       messages_.help();
       collectives_.help();
-    });
-  };
+    } catch (...) {
+      member_.fail(c10::str("rank ", member_.ranks()[member_.me()],
+                            " failed: ", comm::message_of(std::current_exception())));
+    }
+  }
   std::atomic<bool> has_helper_{false};
 };
 

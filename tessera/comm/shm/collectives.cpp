@@ -80,9 +80,10 @@ uint64_t Collectives::post(CollectiveCall call, Milliseconds timeout,
   std::memcpy(shared.call.data(), mine.bytes.data(), std::min(mine.bytes.size(), PostedCall::kCallBytes));
   shared.has_data = share_data(mine.call, shared);
   const bool needs_only_this = shared.has_data && mine.bytes.size() <= PostedCall::kCallBytes;
+  // Before it is posted, as it may throw.
+  if (!needs_only_this || done_ + 1 < number) needs_help();
   posted_ = number;
   member_.reach(&MemberBlock::posted, number);
-  if (!needs_only_this || done_ + 1 < number) needs_help();
   return number;
 }
 
@@ -90,22 +91,26 @@ void Collectives::finish_all_until(uint64_t number, Milliseconds timeout) {
   const auto what = [] {
     return c10::str("a collective posted ", kWindow, " before this one and not yet done");
   };
-  if (done_ < number) {
-    const std::lock_guard lock(executing_);
-    execute_until(number, timeout, what);
-  }
+  catch_up(number, timeout, what);
   member_.wait_for_all(&MemberBlock::done, number, timeout, what);
 }
 
 void Collectives::wait(uint64_t number, Milliseconds timeout, What what) {
+  catch_up(number, timeout, what);
+  if (!has_failures_) return;
+  std::unique_lock lock(failing_);
+  const auto failure = failures_.extract(number);  // its work keeps it
+  has_failures_ = !failures_.empty();
+  lock.unlock();
+  if (failure) comm::throw_error(failure.mapped().kind, failure.mapped().text);
+}
+
+void Collectives::catch_up(uint64_t number, Milliseconds timeout, What what) {
   if (done_ < number) {
     const std::lock_guard lock(executing_);
     execute_until(number, timeout, what);
   }
-  if (!has_failures_) return;
-  const std::lock_guard lock(failing_);
-  const auto failure = failures_.find(number);
-  if (failure != failures_.end()) comm::throw_error(failure->second.kind, failure->second.text);
+  if (missed_.load(std::memory_order_relaxed) && missed_.exchange(false)) member_.ring(me_, /*always=*/true);
 }
 
 bool Collectives::poll(uint64_t number) {
@@ -114,8 +119,11 @@ bool Collectives::poll(uint64_t number) {
 }
 
 void Collectives::help() {
-  const std::unique_lock lock(executing_, std::try_to_lock);
-  if (!lock) return;
+  std::unique_lock lock(executing_, std::try_to_lock);
+  if (!lock) {
+    missed_ = true;
+    if (!lock.try_lock()) return;
+  }
   try {
     while (!member_.is_interrupted() && done_ < posted_ &&
            member_.all_reached(&MemberBlock::posted, done_ + 1)) {

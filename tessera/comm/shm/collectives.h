@@ -73,6 +73,9 @@ class Collectives {
   void finish_all_until(uint64_t number, Milliseconds timeout);
   bool share_data(const comm::CollectiveCall& call, PostedCall& shared) const;
 
+  /// Until that collective is done.
+  void catch_up(uint64_t number, Milliseconds timeout, What what);
+
   // All with executing_ held.
   void execute_until(uint64_t number, Milliseconds timeout, What what);
   void execute(uint64_t number, Milliseconds timeout, What what);
@@ -100,6 +103,8 @@ class Collectives {
   std::mutex posting_;
   std::array<Posted, kWindow> calls_;
   std::atomic<uint64_t> posted_{0}, done_{0};
+  /// The helper was rung for while another thread carried something out: it is to look again after.
+  std::atomic<bool> missed_{false};
   std::mutex executing_;  // of what follows, except failures
   uint64_t step_ = 0;
   std::vector<comm::CollectiveCall> all_calls_;

@@ -23,7 +23,9 @@ Member::Member(const BackendRequest& request)
       me_(request.member),
       ranks_(request.ranks),
       spins_(comm::spins(ranks_.size() > std::thread::hardware_concurrency())) {
-  write_text(block().process, this_process());
+  const std::string process = this_process();
+  write_text(block().process, process);
+  block().process_bytes = static_cast<uint32_t>(std::min(process.size(), block().process.size() - 1));
 }
 
 Member::~Member() { leave(); }
@@ -152,7 +154,7 @@ std::string Member::why_gone(int64_t member) {
   if (other.has_left.load())
     return c10::str("rank ", ranks_[member], " has ended after ", other.posted.value.load(),
                     " collectives of this group and takes part in no more");
-  const std::string process = other.process.data();
+  const std::string process(other.process.data(), other.process_bytes.load());
   if (process.empty()) return "";  // it has yet to come
   const std::lock_guard lock(mutex_);
   auto watch = watches_.find(member);

@@ -158,13 +158,13 @@ bool Messages::read_from(int64_t from) {
     }
     position += bytes;
     message->read += bytes;
+    channel.read.value.store(position);  // together, whatever follows throws
     if (in_head && message->read == sizeof(Head)) {
       const auto found = std::find_if(wanted_.begin(), wanted_.end(), [&](const auto& parcel) {
         return wants(*parcel, from, message->head.tag);
       });
       if (found == wanted_.end()) {
-        message->kept = at::empty({static_cast<int64_t>(message->head.bytes)}, at::kByte);
-        kept_.push_back(message);
+        keep(message);
       } else {
         const auto parcel = *found;
         wanted_.erase(found);
@@ -176,9 +176,20 @@ bool Messages::read_from(int64_t from) {
       if (complete->parcel) deliver(*complete);
     }
   }
-  if (position == start) return false;
-  channel.read.value.store(position);
-  return true;
+  return position != start;
+}
+
+void Messages::keep(const std::shared_ptr<Received>& message) {
+  try {
+    message->kept = at::empty({static_cast<int64_t>(message->head.bytes)}, at::kByte);
+    kept_.push_back(message);
+  } catch (const std::exception&) {
+    message->kept.reset();
+    message->is_refused = true;  // its data is read nevertheless, and dropped
+    member_.fail(c10::str("rank ", member_.ranks()[me_], " failed: it has no memory to keep ",
+                          text_of(*message), " of rank ", member_.ranks()[message->from], ", ",
+                          message->head.bytes, " bytes, until it is received"));
+  }
 }
 
 std::string Messages::text_of(const Received& message) const {

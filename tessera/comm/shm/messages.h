@@ -70,6 +70,8 @@ class Messages {
   bool write_to(int64_t peer);
   bool take_answers_of(int64_t peer);
   bool read_from(int64_t peer);
+  /// Nobody wants it so far. If there is no memory for that, the group fails.
+  void keep(const std::shared_ptr<Received>& message);
   void match(const std::shared_ptr<Received>& message, const std::shared_ptr<Parcel>& parcel);
   void deliver(Received& message);
   void answer(const Received& message, const std::string& misfit);

@@ -92,6 +92,14 @@ struct Passing {
   }
 };
 
+/// What `call` of the system returns, which is called again if a signal interrupts it.
+template <class Call>
+auto uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 void send_descriptor(int socket, int descriptor) {
   Passing passing;
   cmsghdr* head = CMSG_FIRSTHDR(&passing.message);
@@ -99,12 +107,12 @@ void send_descriptor(int socket, int descriptor) {
   head->cmsg_type = SCM_RIGHTS;
   head->cmsg_len = CMSG_LEN(sizeof descriptor);
   std::memcpy(CMSG_DATA(head), &descriptor, sizeof descriptor);
-  ::sendmsg(socket, &passing.message, MSG_NOSIGNAL);
+  uninterrupted([&] { return ::sendmsg(socket, &passing.message, MSG_NOSIGNAL); });
 }
 
 int receive_descriptor(int socket) {
   Passing passing;
-  if (::recvmsg(socket, &passing.message, MSG_CMSG_CLOEXEC) != 1) return -1;
+  if (uninterrupted([&] { return ::recvmsg(socket, &passing.message, MSG_CMSG_CLOEXEC); }) != 1) return -1;
   const cmsghdr* head = CMSG_FIRSTHDR(&passing.message);
   if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) return -1;
   int descriptor = -1;
@@ -119,9 +127,11 @@ bool is_of_this_user(int socket) {
 }
 
 bool wait_for_input(int socket, Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
   pollfd look{socket, POLLIN, 0};
-  return left.count() > 0 && ::poll(&look, 1, static_cast<int>(std::min<int64_t>(left.count(), INT_MAX))) > 0;
+  return uninterrupted([&] {
+           const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+           return ::poll(&look, 1, static_cast<int>(std::clamp<int64_t>(left, 0, INT_MAX)));
+         }) > 0;
 }
 
 std::string here(int64_t member) { return "here/" + std::to_string(member); }
@@ -142,7 +152,8 @@ void hand_out(int file, const BackendRequest& request, Clock::time_point deadlin
     TESSERA_CHECK(wait_for_input(listener, deadline), "Rank ", request.ranks[request.member],
                   " timed out while it made the group ", request.name, ": ", size - served,
                   " of its members did not come for the memory that they share.");
-    const Descriptor connection(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC), "accept");
+    const Descriptor connection(
+        uninterrupted([&] { return ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC); }), "accept");
     if (!is_of_this_user(connection)) continue;
     send_descriptor(connection, file);  // if it has died, others find out
     ++served;
@@ -155,7 +166,8 @@ void hand_out(int file, const BackendRequest& request, Clock::time_point deadlin
 int fetch_file(const BackendRequest& request, Clock::time_point deadline) {
   Address address(request.store->get("socket"));
   const Descriptor connection(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), "socket");
-  TESSERA_CHECK(::connect(connection, address.get(), address.length) == 0 && is_of_this_user(connection),
+  TESSERA_CHECK(uninterrupted([&] { return ::connect(connection, address.get(), address.length); }) == 0 &&
+                    is_of_this_user(connection),
                 "Rank ", request.ranks[request.member], " cannot reach rank ", request.ranks[0],
                 ", which has the memory that the group ", request.name, " shares: ", std::strerror(errno));
   request.store->set(here(request.member), bytes_of("yes"));

@@ -45,7 +45,8 @@ struct MemberBlock {
       Futex bell;  // there is something for it to look at: its helper and who waits for messages sleep here
   std::atomic<uint32_t> listeners;  // how many wait for messages
   std::atomic<uint32_t> has_left;
-  std::array<char, 256> process;  // see this_process()
+  std::atomic<uint32_t> process_bytes;  // written after the text; 0: it has yet to come
+  std::array<char, 256> process;        // see this_process()
   std::array<PostedCall, kWindow> calls;
 };
 

@@ -81,7 +81,8 @@ bool GroupCollectives::open(uint64_t number) {
     comm::make_plan(slot.calls, members_, slot.plan);
   } catch (const c10::Error& error) {
     std::lock_guard lock(mutex_);
-    failures_[number] = {comm::kind_of(std::current_exception()), error.what_without_backtrace()};
+    failures_[number] = {comm::kind_of(std::current_exception()), error.what_without_backtrace(),
+                         members_.size()};
     has_failures_ = true;
     return true;
   }
@@ -174,8 +175,12 @@ void GroupCollectives::wait(int64_t member, uint64_t number, std::chrono::millis
   wait_until_done(member, number, timeout, what);
   if (has_failures_) [[unlikely]] {
     std::lock_guard lock(mutex_);
-    const auto failure = failures_.find(number);
-    if (failure != failures_.end()) comm::throw_error(failure->second.kind, failure->second.text);
+    const auto found = failures_.find(number);
+    if (found == failures_.end()) return;
+    const Failure failure = found->second;
+    if (--found->second.unheard == 0) failures_.erase(found);
+    has_failures_ = !failures_.empty();
+    comm::throw_error(failure.kind, failure.text);
   }
 }
 

@@ -137,6 +137,7 @@ class GroupCollectives {
   struct Failure {
     comm::ErrorKind kind;
     std::string text;
+    size_t unheard;  // by as many members
   };
   std::map<uint64_t, Failure> failures_;  // collectives whose calls did not fit
 };

@@ -12,7 +12,7 @@ namespace tessera::threads {
 
 namespace {
 
-void tell_left(MeetingPoint& point, int64_t rank) {
+void notify_left(MeetingPoint& point, int64_t rank) {
   const auto& members = point.collectives.members();
   const auto member = std::find(members.begin(), members.end(), rank);
   if (member != members.end()) point.collectives.leave(member - members.begin());
@@ -37,7 +37,7 @@ std::shared_ptr<MeetingPoint> Hub::meeting_point(const std::vector<int64_t>& ran
     point = std::make_shared<MeetingPoint>(ranks, crowded_, roster_);
     if (!failure_.empty()) point->collectives.abort(failure_);
     for (size_t rank = 0; rank < left_.size(); ++rank) {
-      if (left_[rank]) tell_left(*point, static_cast<int64_t>(rank));
+      if (left_[rank]) notify_left(*point, static_cast<int64_t>(rank));
     }
   }
   return point;
@@ -60,7 +60,7 @@ void Hub::leave(int64_t rank) {
   {
     std::lock_guard lock(mutex_);
     left_[rank] = true;
-    for (auto& [key, point] : points_) tell_left(*point, rank);
+    for (auto& [key, point] : points_) notify_left(*point, rank);
   }
   roster_->leave(rank);
 }

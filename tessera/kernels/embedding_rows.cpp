@@ -1,5 +1,5 @@
 #include <tessera/comm/collectives.h>
-#include <tessera/kernels/embedding.h>
+#include <tessera/kernels/embedding_rows.h>
 #include <tessera/kernels/exchange.h>
 #include <tessera/kernels/indices.h>
 

@@ -110,7 +110,7 @@ void Collectives::catch_up(uint64_t number, Milliseconds timeout, What what) {
     const std::lock_guard lock(executing_);
     execute_until(number, timeout, what);
   }
-  if (missed_.load(std::memory_order_relaxed) && missed_.exchange(false)) member_.ring(me_, /*always=*/true);
+  if (done_ < posted_ && missed_.exchange(false)) member_.ring(me_, /*always=*/true);
 }
 
 bool Collectives::poll(uint64_t number) {

@@ -44,8 +44,10 @@ bool is_ordered(const at::Tensor& local, c10::IntArrayRef strides) {
 at::Tensor filled(at::Tensor memory) {
   static const bool fill = is_set("TESSERA_FILL_MEMORY");
   // Ones in all bits are NaN in every floating point type, and -1 or the largest integer; true is 1.
-  if (fill && memory.is_cpu() && memory.nbytes() > 0)
-    std::memset(memory.mutable_data_ptr(), memory.scalar_type() == at::kBool ? 1 : 0xff, memory.nbytes());
+  // Where elements share memory, there is less of it than nbytes() says.
+  if (fill && memory.is_cpu() && memory.storage().nbytes() > 0)
+    std::memset(memory.storage().mutable_data(), memory.scalar_type() == at::kBool ? 1 : 0xff,
+                memory.storage().nbytes());
   return memory;
 }
 

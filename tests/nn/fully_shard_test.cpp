@@ -276,7 +276,7 @@ TEST(FullyShard, GathersAhead) {
   for (const bool overlap : {true, false}) {
     run(2, [&] {
       const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
-      torch::nn::Sequential net(Seeing(), Seeing(), Seeing(), Seeing());
+      torch::nn::Sequential net{Seeing(), Seeing(), Seeing(), Seeing()};
       for (size_t i = 0; i < net->size(); ++i) fully_shard(*net->ptr(i), mesh, {.overlap = overlap});
       fully_shard(*net, mesh, {.overlap = overlap});
       for (int64_t pass = 0; pass < 3; ++pass) {

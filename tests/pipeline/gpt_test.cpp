@@ -390,7 +390,7 @@ TEST(Pipeline, StagesMayBeFullySharded) {
         return distribute_tensor(x, dp, {Shard(0)}, std::nullopt);
       };
       for (int64_t step = 0; step < 2; ++step) {
-        for (const gpt::Stage& module : pipeline.modules) module->zero_grad();
+        for (gpt::Stage& module : pipeline.modules) module->zero_grad();
         const PipelineResult result =
             pipeline.schedule.step(placed(inputs_of(text)), placed(targets_of(text)));
         if (pp.get_local_rank() == 1)
@@ -414,7 +414,7 @@ TEST(Pipeline, ParametersMayBeFrozenBetweenSteps) {
       const DeviceMesh pp = init_device_mesh(at::kCPU, {2}, {"pp"});
       Pipeline pipeline(how, pp, 4);
       for (const bool frozen : {true, false, true, false}) {
-        for (const gpt::Stage& module : pipeline.modules) {
+        for (gpt::Stage& module : pipeline.modules) {
           module->zero_grad();
           for (const at::Tensor& parameter : module->parameters())
             parameter.set_requires_grad(!frozen || pp.get_local_rank() == 1);

@@ -226,7 +226,8 @@ class FSDPModule:
 class UnshardHandle:
     """What :meth:`FSDPModule.unshard` returns with ``async_op``. The parameters are there already."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Nothing: they are there."""
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -530,12 +530,12 @@ std::vector<Cell> checked_cells() {
   return cells;
 }
 
-/// From when it was struck to when a survivor's call has thrown. Much more than it takes, as machines may be busy; for what is
-/// known at once, far less than the timeout.
+/// From when it was struck to when a survivor's call has thrown. Much more than it takes, as machines may be busy; what is
+/// noticed, is so before the timeout.
 std::chrono::milliseconds bound_of(const Cell& cell) {
   const bool takes_timeout =
       fault_named(cell.fault).is_silent || cell.step == "init" || cell.step == "shutdown";
-  return kSlowness * (takes_timeout ? kTimeout + std::chrono::seconds(4) : kTimeout / 2);
+  return kSlowness * (takes_timeout ? kTimeout + std::chrono::seconds(4) : kTimeout);
 }
 
 void check_error(const Cell& cell, int64_t rank, const std::string& error) {

@@ -890,6 +890,11 @@ TEST(FullyShard, GoesOnFromACheckpoint) {
   });
 }
 
+/// Has a parameter that others may have too.
+struct Sharing : Module {
+  explicit Sharing(const at::Tensor& weight) { register_parameter("weight", weight); }
+};
+
 TEST(FullyShard, SaysWhatIsWrong) {
   run(2, [] {
     const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
@@ -897,7 +902,9 @@ TEST(FullyShard, SaysWhatIsWrong) {
     expect_error<c10::ValueError>([&] { unshard(*net); }, {"NetImpl", "fully_shard first"});
     expect_error<c10::ValueError>([&] { set_requires_gradient_sync(*net, false); },
                                   {"NetImpl", "fully_shard first"});
-    expect_error<c10::Error>([&] { fully_shard(*net->tied, mesh); },
+    Sharing one(at::ones({4}));
+    const Sharing other(one.parameters()[0]);
+    expect_error<c10::Error>([&] { fully_shard(one, mesh); },
                              {"'weight'", "a module outside of this one", "a module that has both"});
     // Nothing has changed then, and it can be tried again.
     const auto bad_for_one = [](const std::string& name, const at::Tensor&) {

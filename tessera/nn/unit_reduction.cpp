@@ -15,6 +15,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/variable.h>
 

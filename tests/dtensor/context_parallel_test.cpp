@@ -393,7 +393,8 @@ TEST(ContextParallel, RefusesCausalCallsThatDoNotKnowZigZag) {
       return at::scaled_dot_product_attention(q[0], kv[1], kv[2], {}, 0, causal);
     };
     const ContextParallelGuard guard({allgather, true});
-    for (const auto& [q, kv] : {std::pair(whole, sharded), {whole, whole}, {flat, flat}}) {
+    const std::vector<std::pair<Tensors, Tensors>> refused{{whole, sharded}, {whole, whole}, {flat, flat}};
+    for (const auto& [q, kv] : refused) {
       expect_error<c10::NotImplementedError>([&, &q = q, &kv = kv] { attend(q, kv, true); },
                                              {"zig-zag", "(batch, heads, length, size)"});
       EXPECT_NO_THROW(attend(q, kv, false));

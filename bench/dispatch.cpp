@@ -68,16 +68,20 @@ std::vector<Operation> operations() {
   };
 }
 
-/// Microseconds a call takes: the least of several batches, as disturbances only add.
-double microseconds(const std::function<void()>& call, int count = 2000) {
-  for (int i = 0; i < 200; ++i) call();
-  double least = 1e30;
+/// Microseconds that each of the calls takes: the least of several batches, as disturbances only add. They take turns, so that a
+/// machine that changes its speed does so for all of them.
+std::vector<double> microseconds(const std::vector<std::function<void()>>& calls, int count = 2000) {
+  std::vector<double> least(calls.size(), 1e30);
+  for (const auto& call : calls) {
+    for (int i = 0; i < 200; ++i) call();
+  }
   for (int batch = 0; batch < 15; ++batch) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < count; ++i) call();
-    least = std::min(
-        least,
-        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() / count);
+    for (size_t each = 0; each < calls.size(); ++each) {
+      const auto start = std::chrono::steady_clock::now();
+      for (int i = 0; i < count; ++i) calls[each]();
+      const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
+      least[each] = std::min(least[each], took.count() / count);
+    }
   }
   return least;
 }
@@ -173,37 +177,39 @@ int main(int argc, char** argv) {
   {
     const at::NoGradGuard no_grad;
     for (const Operation& operation : operations()) {
-      const Tensors plain = plain_tensors();
-      const double base = microseconds([&] { operation.call(plain); });
-      const double plain_allocations = allocations_of([&] { operation.call(plain); });
-      std::vector<double> costs;
-      double allocated = 0;
-      for (const Distributed& distributed : meshes) {
-        const Tensors tensors = distributed.tensors();
-        costs.push_back(microseconds([&] { operation.call(tensors); }));
-        overheads.push_back(costs.back() - base);
-        allocated = allocations_of([&] { operation.call(tensors); }) - plain_allocations;
-      }
-      row(operation.name, base, costs, allocated);
+      std::vector<std::function<void()>> calls;
+      const auto add = [&](const Tensors& tensors) {
+        calls.emplace_back([&operation, tensors] { operation.call(tensors); });
+      };
+      add(plain_tensors());
+      for (const Distributed& distributed : meshes) add(distributed.tensors());
+      std::vector<double> costs = microseconds(calls);
+      const double base = costs[0];
+      costs.erase(costs.begin());
+      for (const double cost : costs) overheads.push_back(cost - base);
+      row(operation.name, base, costs, allocations_of(calls.back()) - allocations_of(calls.front()));
     }
   }
   std::printf("%-20s%10s%10.2f us, largest %.2f us\n", "median overhead", "", median(overheads),
               *std::max_element(overheads.begin(), overheads.end()));
 
-  auto train = [](const at::Tensor& x, at::Tensor w, at::Tensor b) {
+  std::vector<std::function<void()>> steps;
+  const auto add = [&](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
     w.requires_grad_();
     b.requires_grad_();
-    return microseconds([&] { linear_relu(x, w, b); }, 300);
+    steps.emplace_back([x, w, b] { linear_relu(x, w, b); });
   };
-  const double base = train(at::ones({8, 8}), at::ones({8, 8}), at::ones({8}));
-  std::vector<double> costs;
+  add(at::ones({8, 8}), at::ones({8, 8}), at::ones({8}));
   for (const Distributed& distributed : meshes) {
     // Sharded along the features of the result, so that nothing has to be moved.
     const Placements columns(distributed.mesh.ndim(), Shard(0));
-    costs.push_back(train(DTensor::from_local(at::ones({8, 8}), distributed.mesh, distributed.same),
-                          DTensor::from_local(at::ones({8, 8}), distributed.mesh, columns).detach(),
-                          DTensor::from_local(at::ones({8}), distributed.mesh, columns).detach()));
+    add(DTensor::from_local(at::ones({8, 8}), distributed.mesh, distributed.same),
+        DTensor::from_local(at::ones({8, 8}), distributed.mesh, columns).detach(),
+        DTensor::from_local(at::ones({8}), distributed.mesh, columns).detach());
   }
+  std::vector<double> costs = microseconds(steps, 300);
+  const double base = costs[0];
+  costs.erase(costs.begin());
   row("linear+relu fw+bw", base, costs, 0);
   return 0;
 }

@@ -19,7 +19,7 @@ struct CallKeyHash {
 };
 
 /// An op plan that calls of one thread share: it stays while a call is carried out, even if calls within that one evict it.
-/// Counted without atomic operations, which would cost as much as finding it.
+/// Counted without atomic operations: no other thread ever has it.
 class SharedOpPlan {
  public:
   SharedOpPlan() = default;

@@ -194,10 +194,11 @@ def _share_checkpointing() -> None:
     scope("set_checkpoint_debug_enabled", "_checkpoint_debug_enabled")
 
 
-# --- Anomaly mode: on while one of the ranks has it on ----------------------------------------------------------------------------
-
-#: (whether it is on, whether NaN is an error) on the ranks that have said so, which are still running.
-_anomaly: dict[int, tuple[bool, bool]] = {}
+def _this_thread() -> object:
+    """An object of the calling thread. Unlike `threading.get_ident()`, no later thread has the same."""
+    if not hasattr(_of_thread, "self"):
+        _of_thread.self = object()
+    return _of_thread.self  # type: ignore[no-any-return]
 
 
 class _AtEnd:
@@ -208,6 +209,12 @@ class _AtEnd:
 
     def __del__(self) -> None:
         self.function()
+
+
+# --- Anomaly mode: on while one of the ranks has it on ----------------------------------------------------------------------------
+
+#: (whether it is on, whether NaN is an error) on the ranks that have said so, which are still running.
+_anomaly: dict[int, tuple[bool, bool]] = {}
 
 
 def _share_anomaly_mode() -> None:
@@ -531,13 +538,16 @@ class _RankHooks(OrderedDict[int, Any]):
     def __init__(self, before: "OrderedDict[int, Any]") -> None:
         super().__init__()
         self.before, self.inherited = before, set(before)
-        self.owners: dict[int, int] = {}  # the threads of hooks that ranks added
+        self.owners: dict[int, object] = {}  # the threads of hooks that ranks added
         for key, hook in before.items():
             super().__setitem__(key, hook)
 
     def __setitem__(self, key: int, hook: Any) -> None:
         if _C.shares_process():
-            self.owners[key] = threading.get_ident()
+            self.owners[key] = _this_thread()
+            if not hasattr(_of_thread, "hooks"):
+                _of_thread.hooks = []
+            _of_thread.hooks.append(_AtEnd(lambda: self.__delitem__(key) if key in self else None))
         super().__setitem__(key, hook)
 
     def __delitem__(self, key: int) -> None:
@@ -545,11 +555,11 @@ class _RankHooks(OrderedDict[int, Any]):
         self.owners.pop(key, None)
 
     def items(self) -> Any:
-        thread = threading.get_ident()
+        thread = _this_thread()
         return [
             (key, hook)
             for key, hook in list(super().items())
-            if self.owners.get(key, thread) == thread and (key not in self.inherited or key in self.before)
+            if self.owners.get(key, thread) is thread and (key not in self.inherited or key in self.before)
         ]
 
     def keys(self) -> Any:

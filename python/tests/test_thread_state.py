@@ -572,6 +572,22 @@ def test_each_rank_may_change_saved_tensors():
     assert not torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
+def test_hooks_of_all_modules_end_with_the_rank_that_adds_them():
+    calls = []
+
+    def main():
+        torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+        torch.nn.Identity()(1)
+
+    tessera.run(2, main)
+    assert len(calls) == 2
+    # Threads of later ranks get the same ids.
+    for _ in range(5):
+        tessera.run(2, lambda: torch.nn.Identity()(1))
+    assert len(calls) == 2
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
 def test_hooks_of_all_modules_are_of_the_rank_that_adds_them():
     register, calls = torch.nn.modules.module.register_module_forward_hook, []
     before = register(lambda *_: calls.append("before"))

@@ -1,5 +1,6 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/left_alone.h>
+#include <tessera/comm/patient_store.h>
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/rpc.h>
 #include <tessera/comm/waits.h>
@@ -68,26 +69,6 @@ void check_world(const World& world) {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// What `ask` returns or throws, on a thread of its own, as who keeps the store may be stopped; nothing if it takes longer than
-/// the timeout. Throws if the world fails before. `ask` is told by a flag when nobody waits for it any more.
-template <class Ask>
-auto ask_store(const World& world, Milliseconds timeout, Ask ask) {
-  using Flag = std::atomic<bool>;
-  const auto is_over = std::make_shared<Flag>(false);
-  const auto end = c10::make_scope_exit([is_over] { *is_over = true; });
-  using Answer = std::invoke_result_t<Ask, const Flag&>;
-  std::packaged_task<Answer()> task([ask = std::move(ask), is_over] { return ask(*is_over); });
-  auto answer = task.get_future();
-  std::thread(std::move(task)).detach();
-  // What it waits for has the same timeout.
-  const auto deadline = std::chrono::steady_clock::now() + timeout + kStorePatience;
-  while (answer.wait_for(Milliseconds(20)) != std::future_status::ready) {
-    check_world(world);
-    if (std::chrono::steady_clock::now() >= deadline) return std::optional<Answer>();
-  }
-  return std::optional<Answer>(answer.get());
-}
-
 /// The ranks that have not left word under `key` in the store within the timeout; that which keeps it, if it does not answer.
 /// Throws if the world fails before.
 std::vector<int64_t> wait_for_all(const StorePtr& store, const std::string& key, const World& world,
@@ -96,17 +77,20 @@ std::vector<int64_t> wait_for_all(const StorePtr& store, const std::string& key,
   for (const int64_t rank : c10::irange(world.size())) keys.push_back(c10::str(key, "/", rank));
   const Blocking blocking;
   const Wait wait(world.rank(), [&] { return "for all ranks to leave word in the store at " + key; });
-  const auto missing = ask_store(world, timeout, [=](const std::atomic<bool>& is_over) {
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    while (!is_over && !store->check(keys) && std::chrono::steady_clock::now() < deadline)
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<int64_t> absent;
+  try {
+    while (!store->check(keys) && std::chrono::steady_clock::now() < deadline) {
+      check_world(world);
       std::this_thread::sleep_for(Milliseconds(2));
-    std::vector<int64_t> absent;
-    for (size_t rank = 0; rank < keys.size() && !is_over; ++rank) {
-      if (!store->check({keys[rank]})) absent.push_back(static_cast<int64_t>(rank));
     }
-    return absent;
-  });
-  return missing.value_or(std::vector<int64_t>{0});
+    for (const int64_t rank : c10::irange(world.size())) {
+      if (!store->check({keys[rank]})) absent.push_back(rank);
+    }
+  } catch (const c10::DistStoreError&) {
+    return {0};
+  }
+  return absent;
 }
 
 /// Until it is done, or the world fails.
@@ -183,23 +167,20 @@ class Attempt {
 
   /// An open session of at least that number.
   int64_t wait_for(int64_t least, const World& world, Milliseconds timeout) {
-    const auto open =
-        ask_store(world, timeout, [store = store_, least, timeout](const std::atomic<bool>& is_over) {
-          const auto deadline = std::chrono::steady_clock::now() + timeout;
-          store->setTimeout(Milliseconds(1000));
-          while (!is_over && std::chrono::steady_clock::now() < deadline) {
-            try {
-              const int64_t number = store->check({kOpen}) ? std::stoll(store->get_to_str(kOpen)) : -1;
-              if (number >= least) return number;
-            } catch (const std::exception&) {  // it was closed in between, or the store is gone
-            }
-            std::this_thread::sleep_for(Milliseconds(10));
-          }
-          return int64_t{-1};
-        });
-    TESSERA_CHECK(open && *open >= 0, "init_rpc: rank ", world.rank(), " waited ", timeout.count(),
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    store_->setTimeout(Milliseconds(1000));  // for what was there and is deleted before it is read
+    const auto restore = c10::make_scope_exit([&] { store_->setTimeout(timeout); });
+    while (std::chrono::steady_clock::now() < deadline) {
+      check_world(world);
+      try {
+        const int64_t number = store_->check({kOpen}) ? std::stoll(store_->get_to_str(kOpen)) : -1;
+        if (number >= least) return number;
+      } catch (const std::exception&) {  // it was closed in between, or the store does not answer
+      }
+      std::this_thread::sleep_for(Milliseconds(10));
+    }
+    TESSERA_CHECK(false, "init_rpc: rank ", world.rank(), " waited ", timeout.count(),
                   " ms for ranks [0] to call it too, in vain.");
-    return *open;
   }
 
   const StorePtr store_;
@@ -277,10 +258,11 @@ void init_rpc(const Options& options) {
   const auto copy = ask_for_at_most(options.timeout, [common] { return common->clone(); });
   TESSERA_CHECK(copy, "init_rpc: rank ", world->rank(), " waited ", options.timeout.count(),
                 " ms for the store to answer, in vain. The process that keeps it may be stopped.");
-  const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", *copy);
+  (*copy)->setTimeout(options.timeout);
+  const auto patient = c10::make_intrusive<comm::PatientStore>(*copy, [world] { check_world(*world); });
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("tessera/rpc", patient);
   const Attempt attempt(store, *world, options.timeout);
   session.store = c10::make_intrusive<c10d::PrefixStore>(c10::str(attempt.number()), store);
-  session.store->setTimeout(options.timeout);
   meet(session.store, name, *world, options.timeout);
 
   torch::distributed::autograd::DistAutogradContainer::init(world->rank());

@@ -122,8 +122,11 @@ slices: build
 fuzz:
 	$(call configure,$(BUILD),)
 	@cmake --build $(BUILD) --target checkpoint_fuzz parser_fuzz
+	@if [ -e $(BUILD)/python ]; then cmake --build $(BUILD) --target tessera_package; fi
 	@$(BUILD)/tests/checkpoint_fuzz $(FUZZ)
 	@$(BUILD)/tests/parser_fuzz $(FUZZ)
+	@if [ -e $(BUILD)/python/tessera ]; then PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/tests/test_pickle_fuzz.py $(FUZZ); \
+	  else echo 'The Python package was not built, so pickles are left out.'; fi
 
 fuzz-values: build
 	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/fuzz/run.py --output $(BUILD)/fuzz $(FUZZ)

@@ -9,7 +9,7 @@ import torch
 from cases import Inputs
 from operators import compute as compute  # the same, of other samples
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import SampleInput
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 USES = [cases, operators]
@@ -51,15 +51,20 @@ def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[floa
     return options, rng.choice(("gradients", "no_grad")), (0.1, 0.1)
 
 
+def listed_errors(op: OpInfo) -> list[SampleInput]:
+    """The error inputs of the database."""
+    samples = [each.sample_input for each in op.error_inputs("cpu")] if op.error_inputs_func else []
+    # Resizing it is no error on one device, and impossible for a distributed one.
+    return [each for each in samples if "out" not in each.kwargs]
+
+
 def make(name: str, number: int, dtype: torch.dtype, wrong: str, seed: int) -> Any:
     op = next(op for op in op_db if f"{op.name}.{op.variant_test_name}".rstrip(".") == name)
     torch.manual_seed(seed)
     random.seed(seed)
     rng = random.Random(seed)
     if wrong == "listed":
-        samples = [each.sample_input for each in op.error_inputs("cpu")]
-        # Resizing it is no error on one device, and impossible for a distributed one.
-        samples = [each for each in samples if "out" not in each.kwargs]
+        samples = listed_errors(op)
     else:
         samples = list(op.sample_inputs("cpu", dtype, requires_grad=False))
     if not samples:

@@ -4,6 +4,7 @@
     python run.py --kind modules --only 'nn.LP*'   some
     python run.py --seed 7 --minutes 10            others, and for how long
     python run.py --mode autocast                  operators and modules, in this mode alone
+    python run.py --kind refusals                  all that one device refuses, by the database
 
 Each case runs in a process that may crash or hang. What fails is made as small as it can be and still fails,
 and printed as a script.
@@ -39,6 +40,8 @@ from script import Case
 from tessera import Partial, Replicate, Shard
 
 KINDS = ("operators", "errors", "modules", "models")
+#: Those whose names are all there is to try: once, whatever the number of rounds.
+KINDS_TO_THE_END = ("refusals",)
 #: Those that are tried in several modes.
 KINDS_WITH_MODES = ("operators", "modules")
 MESHES = ((4,), (2, 2), (3,))
@@ -344,7 +347,7 @@ def main() -> int:
     parser.add_argument(
         "--kind",
         action="append",
-        choices=[*KINDS, "lies"],
+        choices=[*KINDS, *KINDS_TO_THE_END, "lies"],
         help="what to try; may be given several times (all)",
     )
     parser.add_argument(
@@ -368,7 +371,7 @@ def main() -> int:
         "--output", type=Path, default=Path("build/fuzz"), help="where to write the scripts (build/fuzz)"
     )
     options = parser.parse_args()
-    kinds = options.kind or (KINDS_WITH_MODES if options.mode else KINDS)
+    kinds = options.kind or (KINDS_WITH_MODES if options.mode else (*KINDS, *KINDS_TO_THE_END))
     if options.mode and not set(kinds) <= set(KINDS_WITH_MODES):
         parser.error(f"only {' and '.join(KINDS_WITH_MODES)} have modes")
     modes = (options.mode,) if options.mode else ()
@@ -380,9 +383,10 @@ def main() -> int:
             for name in __import__(kind).NAMES
             if any(fnmatch.fnmatchcase(name, glob) for glob in options.only or ["*"])
         ]
+        count = 1 if kind in KINDS_TO_THE_END else options.rounds
         rounds = (
             (kind, name, seed, *modes)
-            for seed in range(options.seed, options.seed + options.rounds)
+            for seed in range(options.seed, options.seed + count)
             for name in random.Random(seed).sample(names, len(names))
         )
         keys += itertools.islice(rounds, options.count)

@@ -2,6 +2,7 @@
 
 #include <tessera/comm/run.h>
 #include <tessera/debug/comm_debug_mode.h>
+#include <tessera/dtensor/all_to_all.h>
 #include <tessera/nn/replicate.h>
 #include <tessera/nn/style.h>
 
@@ -79,6 +80,27 @@ TEST(Costs, TensorParallel) {
       EXPECT_GE(counts.total_bytes(), forward) << counts;
     });
   }
+}
+
+/// Each token goes to k experts and comes back, and so do gradients. Tokens are spread evenly here.
+TEST(Costs, Experts) {
+  constexpr int64_t kRanks = 4, kTokens = 12, kChosen = 2, kFeatures = 5;
+  run(kRanks, [&] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {kRanks}, {"ep"});
+    const int64_t bytes = kChosen * kTokens * kFeatures * 4;
+    const at::Tensor x = at::ones({kChosen * kTokens, kFeatures}).requires_grad_();
+    const std::vector<int64_t> sent(kRanks, kChosen * kTokens / kRanks);
+    CommDebugMode counts;
+    const auto received = exchange_sizes(sent, mesh, "ep");
+    EXPECT_EQ(received, sent);
+    const int64_t sizes = counts.total_bytes();
+    EXPECT_EQ(sizes, kRanks * 8) << counts;
+    const at::Tensor there = all_to_all_single(x, received, sent, mesh, "ep").tanh();
+    const at::Tensor back = all_to_all_single(there, sent, received, mesh, "ep");
+    EXPECT_EQ(counts.total_bytes() - sizes, 2 * bytes) << counts;
+    back.sum().backward();
+    EXPECT_EQ(counts.total_bytes() - sizes, 4 * bytes) << counts;
+  });
 }
 
 }  // namespace

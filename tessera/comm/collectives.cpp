@@ -247,6 +247,15 @@ uint64_t begin_in_record(const ProcessRank::Maker& maker, const Group& group) {
   return id;
 }
 
+/// The backend of a group that moves lists.
+Backend list_backend(const Group& group, const Tensors& tensors, const char* what) {
+  TESSERA_CHECK_VALUE(!tensors.empty(), what, ": needs at least one tensor.");
+  Backend backend = backend_of(group, tensors[0]);
+  TESSERA_CHECK_VALUE(takes_all(backend), what, ": ", backend->getBackendName(),
+                      " does not move several tensors at once (moves_lists). Pack them into one.");
+  return backend;
+}
+
 CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Content::sizes); }
 
 }  // namespace
@@ -471,6 +480,30 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
   out = landing.dense.view({-1});
   in = flat;
   return Pending(group, backend->_reduce_scatter_base(out, in, options), [landing] { landing.finish(); });
+}
+
+bool moves_lists(const Group& group) { return takes_all(default_backend(group)); }
+
+Pending all_gather_into(const Tensors& outputs, const Tensors& inputs, const Group& group) {
+  const Observed observed("all_gather", inputs, outputs, group);
+  const Called called(
+      [&] { return sizes_in(Collective::all_gather).joined().in(inputs).out(outputs).build(); });
+  const auto backend = list_backend(group, inputs, "all_gather_into");
+  Tensors outs = outputs, ins = inputs;
+  return Pending(group, backend->allgather_into_tensor_coalesced(outs, ins));
+}
+
+Pending reduce_scatter_from(const Tensors& outputs, const Tensors& inputs, const ReduceOp& op,
+                            const Group& group) {
+  const Observed observed("reduce_scatter", inputs, outputs, group);
+  const Called called([&] {
+    return sizes_in(Collective::reduce_scatter).reduction(op).joined().in(inputs).out(outputs).build();
+  });
+  const auto backend = list_backend(group, inputs, "reduce_scatter_from");
+  Tensors outs = outputs, ins = inputs;
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  return Pending(group, backend->reduce_scatter_tensor_coalesced(outs, ins, options));
 }
 
 Pending all_to_all(const Tensors& outputs, const Tensors& inputs, const Group& group) {

@@ -62,6 +62,15 @@ using Tensors = std::vector<at::Tensor>;
 /// The same from one tensor that holds all inputs one after the other; all outputs have the same size.
 [[nodiscard]] TESSERA_API Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                                       const c10d::ReduceOp& op, const Group& group);
+/// Whether the group moves several tensors at once as they lie in memory (threads, shared memory): then there are the calls
+/// below. Elsewhere they would have to be packed into one message.
+TESSERA_API bool moves_lists(const Group& group);
+/// all_gather_into of each outputs[i] and inputs[i].
+[[nodiscard]] TESSERA_API Pending all_gather_into(const Tensors& outputs, const Tensors& inputs,
+                                                  const Group& group);
+/// reduce_scatter_from of each outputs[i] and inputs[i].
+[[nodiscard]] TESSERA_API Pending reduce_scatter_from(const Tensors& outputs, const Tensors& inputs,
+                                                      const c10d::ReduceOp& op, const Group& group);
 /// outputs[r] = rank r's inputs[this rank].
 [[nodiscard]] TESSERA_API Pending all_to_all(const Tensors& outputs, const Tensors& inputs,
                                              const Group& group);

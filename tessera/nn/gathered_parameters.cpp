@@ -5,8 +5,6 @@
 #include <tessera/nn/hooks.h>
 #include <tessera/redistribute/memory.h>
 
-#include <algorithm>
-
 #include <c10/core/Allocator.h>
 #include <c10/util/irange.h>
 
@@ -16,6 +14,12 @@ namespace {
 
 /// Dense memory, in the order in which it lies.
 at::Tensor flat(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
+
+/// Its bytes.
+at::Tensor bytes_of(const at::Tensor& dense) {
+  return view_of(dense, dense.storage_offset() * static_cast<int64_t>(dense.element_size()),
+                 {static_cast<int64_t>(dense.nbytes())}, {1}, at::kByte);
+}
 
 /// The hooks of a weight, and that a Linear casts its input to the weight's dtype: its operator gets the transposed
 /// weight, which is no parameter any more.
@@ -50,25 +54,39 @@ void ShardUnit::Gathered::start() {
                 "fully_shard: parameter '", unit->parameters_[0].name,
                 "' is on meta and has no values yet. Allocate it (to_empty) and initialise it first.");
   const comm::MemoryInFlight in_flight;
+  arriving_ = new_memory({unit->gathered_bytes_}, options);
   if (kept_.defined()) {
     messages_ = new_memory({packing.ranks() * packing.bytes()}, options);
     pending_.emplace(comm::all_gather_into(messages_, kept_, unit->neighbours_->group));
     return;
   }
-  message_ = new_memory({packing.bytes()}, options);
+  comm::Tensors inputs, outputs;
+  if (packing.bytes() > 0) message_ = new_memory({packing.bytes()}, options);
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
-    if (!layout.item) continue;
+    if (!layout.item && !layout.is_direct) continue;
     const DTensorImpl& impl = *DTensorImpl::of(unit->parameters_[i].tensor);
-    packing.shard(message_, *layout.item, rank).copy_(flat(laid_out(impl.local(), impl.spec())));
+    const at::Tensor shard = laid_out(impl.local(), impl.spec());
+    if (layout.is_direct) {
+      inputs.push_back(bytes_of(shard));
+      outputs.push_back(view_of(arriving_, layout.offset, {layout.bytes}, {1}, at::kByte));
+    } else if (message_.defined()) {
+      packing.shard(message_, *layout.item, rank).copy_(flat(shard));
+    }
   }
-  if (packing.ranks() == 1 || packing.bytes() == 0) {
+  const Group group = unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard));
+  if (message_.defined() && packing.ranks() > 1) {
+    messages_ = new_memory({packing.ranks() * packing.bytes()}, options);
+    inputs.push_back(message_);
+    outputs.push_back(messages_);
+  } else {
     messages_ = message_;
-    return;
   }
-  messages_ = new_memory({packing.ranks() * packing.bytes()}, options);
-  pending_.emplace(
-      comm::all_gather_into(messages_, message_, unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard))));
+  if (inputs.size() == 1) {
+    pending_.emplace(comm::all_gather_into(outputs[0], inputs[0], group));
+  } else if (!inputs.empty()) {
+    pending_.emplace(comm::all_gather_into(outputs, inputs, group));
+  }
 }
 
 void ShardUnit::Gathered::fill(bool for_backward) {
@@ -77,38 +95,36 @@ void ShardUnit::Gathered::fill(bool for_backward) {
   pending_.reset();
   message_.reset();
   const auto unit = unit_.lock();
-  allocate();
+  take_arrived();
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
     if (layout.item) {
-      unit->packing_->unpack(messages_, *layout.item, locals_[i]);
-    } else {
+      if (messages_.defined()) unit->packing_->unpack(messages_, *layout.item, locals_[i]);
+    } else if (!layout.is_direct) {
       locals_[i].copy_(DTensorImpl::of(unit->parameters_[i].tensor)->local());
     }
   }
-  if (for_backward && unit->neighbours_ && !kept_.defined() && messages_.numel() > 0) {
+  if (for_backward && unit->neighbours_ && !kept_.defined() && messages_.defined()) {
     const int64_t bytes = messages_.numel() / unit->neighbours_->ranks;
     kept_ = messages_.narrow(0, unit->neighbours_->rank * bytes, bytes).clone();
   }
   messages_.reset();
 }
 
-void ShardUnit::Gathered::allocate() {
-  const auto unit = unit_.lock();
-  int64_t bytes = 0;
-  for (const Layout& layout : unit->layouts_) bytes = std::max(bytes, layout.offset + layout.bytes);
-  const comm::MemoryInFlight in_flight;
+void ShardUnit::Gathered::take_arrived() {
+  at::Tensor arrived = std::exchange(arriving_, {});
   if (buffer_.defined()) {
-    c10::StorageImpl& storage = *buffer_.storage().unsafeGetStorageImpl();
-    set_memory(storage, storage.allocator()->allocate(bytes));
+    // What was gathered into is not read as the buffer before all of it is there.
+    set_memory(*buffer_.storage().unsafeGetStorageImpl(),
+               arrived.storage().unsafeGetStorageImpl()->set_data_ptr({nullptr, arrived.device()}));
     return;
   }
-  buffer_ = new_memory({bytes}, messages_.options());
+  buffer_ = std::move(arrived);
   make_freeable(*buffer_.storage().unsafeGetStorageImpl());
+  const auto unit = unit_.lock();
   for (const Layout& layout : unit->layouts_) {
-    locals_.push_back(buffer_.narrow(0, layout.offset, layout.bytes)
-                          .view(layout.gathered.dtype())
-                          .as_strided(layout.gathered.local_shape(), layout.gathered.local_strides()));
+    locals_.push_back(view_of(buffer_, layout.offset, layout.gathered.local_shape(),
+                              layout.gathered.local_strides(), layout.gathered.dtype()));
   }
 }
 
@@ -117,6 +133,7 @@ void ShardUnit::Gathered::free() {
   pending_.reset();
   message_.reset();
   messages_.reset();
+  arriving_.reset();
   if (is_filled()) free_memory(*buffer_.storage().unsafeGetStorageImpl(), weak_from_this());
 }
 

@@ -12,13 +12,18 @@
 
 namespace tessera {
 
+/// Where the next one may begin behind so many bytes of memory that parameters share.
+constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 /// How one parameter of a unit lies: sharded, gathered, and in the memory of the gathered ones.
 struct ShardUnit::Layout {
   Spec sharded;
   Spec gathered;               // replicated along the unit's mesh dims, in the dtype of the computation
   Spec inner;                  // the same on the other mesh dims only; undefined: there are none
-  std::optional<size_t> item;  // of the packing; none: it is replicated as it is
-  int64_t offset = 0;          // in bytes
+  std::optional<size_t> item;  // of the packing; none: it is not packed
+  bool is_direct =
+      false;           // the ranks' shards lie one after the other in it: gathered and reduced without a copy
+  int64_t offset = 0;  // in bytes
   int64_t bytes = 0;
 };
 
@@ -32,7 +37,7 @@ class ShardUnit::Gathered final : public MemoryOwner, public std::enable_shared_
   /// Of parameters that nobody has written since.
   bool is_current() const;
   bool is_filled() const { return buffer_.defined() && !is_freed(buffer_); }
-  bool is_started() const { return messages_.defined(); }
+  bool is_started() const { return arriving_.defined(); }
 
   /// Starts the all-gather, unless it is under way or done.
   void start();
@@ -47,14 +52,16 @@ class ShardUnit::Gathered final : public MemoryOwner, public std::enable_shared_
   const at::Tensor& tensor(size_t index, bool local);
 
  private:
-  void allocate();
+  /// The memory becomes what has arrived.
+  void take_arrived();
 
   const std::weak_ptr<ShardUnit> unit_;
   const std::vector<uint64_t> state_;  // of the parameters
   at::Tensor buffer_;                  // the memory, as bytes
   std::vector<at::Tensor> locals_;     // views of it
   std::array<std::vector<at::Tensor>, 2> tensors_;
-  at::Tensor message_, messages_;  // while it is gathered
+  at::Tensor arriving_;            // while it is gathered: what becomes the memory
+  at::Tensor message_, messages_;  // of those that are packed; undefined: there are none
   at::Tensor kept_;                // this rank's part of them, for its neighbours
   std::optional<comm::Pending> pending_;
 };

@@ -19,8 +19,6 @@ namespace tessera {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;  // of parameters in the gathered memory
-
 /// What a parameter knows of its unit. The module owns the unit.
 struct UnitLink {
   std::weak_ptr<ShardUnit> unit;
@@ -117,6 +115,10 @@ void ShardUnit::set_parameters(const std::vector<at::Tensor>& tensors) {
 void ShardUnit::describe() {
   if (gathered_) std::exchange(gathered_, nullptr)->free();
   layouts_.clear();
+  gathered_bytes_ = 0;
+  // What neighbours keep for backward is packed.
+  const bool moves_lists = dims_.shards() > 1 && !options_.post_forward_ranks &&
+                           comm::moves_lists(dims_.mesh.get_group(MeshDim(dims_.shard)));
   std::vector<Packing::Item> items;
   int64_t offset = 0;
   for (const size_t i : c10::irange(parameters_.size())) {
@@ -133,13 +135,19 @@ void ShardUnit::describe() {
                            casts ? *options_.mp_policy.param_dtype : sharded.dtype());
     layout.inner = inner_spec(layout.gathered, dims);
     if (placement.is_shard()) {
-      layout.item = items.size();
-      items.push_back(item_of(layout.gathered, placement.dim()));
+      const Packing::Item item = item_of(layout.gathered, placement.dim());
+      layout.is_direct = moves_lists && layout.gathered.dtype() == sharded.dtype() && item.outer == 1 &&
+                         item.size % dims_.shards() == 0;
+      if (!layout.is_direct) {
+        layout.item = items.size();
+        items.push_back(item);
+      }
     }
     layout.offset = offset;
     layout.bytes = static_cast<int64_t>(c10::elementSize(layout.gathered.dtype()));
     for (const int64_t size : layout.gathered.local_shape()) layout.bytes *= size;
-    offset = (offset + layout.bytes + kAlignment - 1) / kAlignment * kAlignment;
+    gathered_bytes_ = offset + layout.bytes;
+    offset = aligned(offset + layout.bytes);
     layouts_.push_back(std::move(layout));
   }
   packing_.emplace(std::move(items), dims_.shards());

@@ -122,6 +122,8 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   bool keeps_after_forward() const;
   bool frees_after_backward() const;
   c10::intrusive_ptr<torch::autograd::Node> node();
+  /// Whether its gradient is reduced in the order in which it lies, without a copy.
+  bool is_reduced_directly(const Part& part, at::ScalarType dtype) const;
   double divisor() const { return gradient_divisor_.value_or(static_cast<double>(dims_.ranks())); }
   bool is_in_backward() const { return !in_backward_.expired(); }
   /// Frees the parameters; the gradients placed as the parameters. `trained`: which parameters may have one, on
@@ -144,6 +146,7 @@ class TESSERA_API ShardUnit : public std::enable_shared_from_this<ShardUnit> {
   Options options_;
   std::vector<Layout> layouts_;  // of the parameters
   std::optional<Packing> packing_;
+  int64_t gathered_bytes_ = 0;
   std::optional<Neighbours> neighbours_;
   std::shared_ptr<UnitSchedule> schedule_;
   std::weak_ptr<ShardUnit> outer_;

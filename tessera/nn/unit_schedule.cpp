@@ -80,18 +80,31 @@ std::shared_ptr<void> UnitSchedule::backward() {
   if (auto known = backward_.lock()) return known;
   auto token = std::make_shared<int>(torch::autograd::get_current_graph_task_id());
   backward_ = token;
+  // Of a backward that failed.
+  reduction_ = {};
+  reductions_.clear();
   // The callback owns the token: nothing is left of a backward that failed.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [schedule = shared_from_this(), token] { schedule->end_backward(); });
   return token;
 }
 
-void UnitSchedule::finish_reduction() {
-  if (const auto wait = std::exchange(reduction_, {})) wait();
+void UnitSchedule::set_reduction(std::function<void()> advance, std::function<void()> wait) {
+  reduction_ = std::move(advance);
+  reductions_.push_back(std::move(wait));
+}
+
+void UnitSchedule::advance_reduction() {
+  if (const auto advance = std::exchange(reduction_, {})) advance();
+}
+
+void UnitSchedule::finish_reductions() {
+  advance_reduction();
+  for (const auto& wait : std::exchange(reductions_, {})) wait();
 }
 
 void UnitSchedule::end_backward() {
-  finish_reduction();
+  finish_reductions();
   drop_prefetched();
   for (const auto& each : units_) {
     const auto unit = each.lock();
@@ -103,7 +116,7 @@ void UnitSchedule::end_backward() {
   for (const auto& each : units_) {
     if (const auto unit = each.lock()) unit->reduce_kept();
   }
-  finish_reduction();
+  finish_reductions();
 }
 
 void UnitSchedule::end_pass() {

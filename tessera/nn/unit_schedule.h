@@ -34,19 +34,22 @@ class UnitSchedule : public std::enable_shared_from_this<UnitSchedule> {
   /// What the end of this backward ends; null outside of backward.
   std::shared_ptr<void> backward();
 
-  /// One reduction is under way at a time, so that one unit's gradients wait to be sent.
-  void set_reduction(std::function<void()> wait) { reduction_ = std::move(wait); }
-  void finish_reduction();
+  /// One reduction is under way at a time, so that one unit's gradients wait to be sent: `advance` returns when they are.
+  /// `wait` returns when all of it is done, which the end of backward waits for.
+  void set_reduction(std::function<void()> advance, std::function<void()> wait);
+  void advance_reduction();
 
  private:
   void end_backward();
+  void finish_reductions();
   void end_pass();
   void drop_prefetched();
 
   std::vector<std::weak_ptr<ShardUnit>> units_;
   std::weak_ptr<ShardUnit> last_, prefetched_;
   std::weak_ptr<void> backward_;
-  std::function<void()> reduction_;
+  std::function<void()> reduction_;                // advances the one that is under way
+  std::vector<std::function<void()>> reductions_;  // wait for each
   int64_t depth_ = 0, held_ = 0;
   int last_phase_ = 0;
   bool local_ = false;

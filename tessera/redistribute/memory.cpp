@@ -107,4 +107,15 @@ at::Tensor new_memory(const Spec& spec, const at::TensorOptions& options) {
   return new_memory(spec.local_shape(), spec.local_strides(), options);
 }
 
+at::Tensor view_of(const at::Tensor& memory, int64_t offset, c10::IntArrayRef shape, c10::IntArrayRef strides,
+                   at::ScalarType dtype) {
+  const auto size = static_cast<int64_t>(c10::elementSize(dtype));
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(offset % size == 0);
+  at::Tensor view =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(memory.storage()),
+                                               memory.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, strides, offset / size);
+  return view;
+}
+
 }  // namespace tessera

@@ -64,14 +64,14 @@ void ShardUnit::Gathered::start() {
   if (packing.bytes() > 0) message_ = new_memory({packing.bytes()}, options);
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
-    if (!layout.item && !layout.is_direct) continue;
+    if (!layout.item) continue;
     const DTensorImpl& impl = *DTensorImpl::of(unit->parameters_[i].tensor);
     const at::Tensor shard = laid_out(impl.local(), impl.spec());
-    if (layout.is_direct) {
+    if (layout.is_direct()) {
       inputs.push_back(bytes_of(shard));
       outputs.push_back(view_of(arriving_, layout.offset, {layout.bytes}, {1}, at::kByte));
     } else if (message_.defined()) {
-      packing.shard(message_, *layout.item, rank).copy_(flat(shard));
+      packing.shard(message_, *layout.packed, rank).copy_(flat(shard));
     }
   }
   const Group group = unit->dims_.mesh.get_group(MeshDim(unit->dims_.shard));
@@ -98,9 +98,9 @@ void ShardUnit::Gathered::fill(bool for_backward) {
   take_arrived();
   for (const size_t i : c10::irange(unit->layouts_.size())) {
     const Layout& layout = unit->layouts_[i];
-    if (layout.item) {
-      if (messages_.defined()) unit->packing_->unpack(messages_, *layout.item, locals_[i]);
-    } else if (!layout.is_direct) {
+    if (layout.packed) {
+      if (messages_.defined()) unit->packing_->unpack(messages_, *layout.packed, locals_[i]);
+    } else if (!layout.item) {
       locals_[i].copy_(DTensorImpl::of(unit->parameters_[i].tensor)->local());
     }
   }

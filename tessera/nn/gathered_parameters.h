@@ -18,11 +18,12 @@ constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 /// How one parameter of a unit lies: sharded, gathered, and in the memory of the gathered ones.
 struct ShardUnit::Layout {
   Spec sharded;
-  Spec gathered;               // replicated along the unit's mesh dims, in the dtype of the computation
-  Spec inner;                  // the same on the other mesh dims only; undefined: there are none
-  std::optional<size_t> item;  // of the packing; none: it is not packed
-  bool is_direct =
-      false;           // the ranks' shards lie one after the other in it: gathered and reduced without a copy
+  Spec gathered;  // replicated along the unit's mesh dims, in the dtype of the computation
+  Spec inner;     // the same on the other mesh dims only; undefined: there are none
+  std::optional<Packing::Item> item;  // what the ranks share; none: it is replicated as it is
+  std::optional<size_t> packed;       // which item of the unit's packing it is; none: it is not packed
+  /// The ranks' shards lie one after the other in the gathered memory: gathered and reduced without a copy.
+  bool is_direct() const { return item && !packed; }
   int64_t offset = 0;  // in bytes
   int64_t bytes = 0;
 };

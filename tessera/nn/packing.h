@@ -22,7 +22,6 @@ class Packing {
   Packing(std::vector<Item> items, int64_t ranks);
 
   int64_t ranks() const { return ranks_; }
-  const Item& item(size_t index) const { return items_[index]; }
   /// The size of each message.
   int64_t bytes() const { return bytes_; }
   /// The part of the item that is rank `rank`'s.

@@ -135,12 +135,12 @@ void ShardUnit::describe() {
                            casts ? *options_.mp_policy.param_dtype : sharded.dtype());
     layout.inner = inner_spec(layout.gathered, dims);
     if (placement.is_shard()) {
-      const Packing::Item item = item_of(layout.gathered, placement.dim());
-      layout.is_direct = moves_lists && layout.gathered.dtype() == sharded.dtype() && item.outer == 1 &&
-                         item.size % dims_.shards() == 0;
-      if (!layout.is_direct) {
-        layout.item = items.size();
-        items.push_back(item);
+      layout.item = item_of(layout.gathered, placement.dim());
+      const bool is_direct = moves_lists && layout.gathered.dtype() == sharded.dtype() &&
+                             layout.item->outer == 1 && layout.item->size % dims_.shards() == 0;
+      if (!is_direct) {
+        layout.packed = items.size();
+        items.push_back(*layout.item);
       }
     }
     layout.offset = offset;

@@ -172,14 +172,14 @@ at::Tensor ShardUnit::reduced_alone(size_t index, const at::Tensor& gradient) co
 /// Where the gradient lies in the message: each rank gets all of one that is not sharded.
 Packing::Item ShardUnit::packed(const Part& part, at::ScalarType dtype) const {
   const Layout& layout = layouts_[part.index];
-  Packing::Item item = layout.item ? packing_->item(*layout.item) : Packing::Item{1, dims_.shards(), 1};
+  Packing::Item item = layout.item.value_or(Packing::Item{1, dims_.shards(), 1});
   item.dtype = dtype;
   return item;
 }
 
 bool ShardUnit::is_reduced_directly(const Part& part, at::ScalarType dtype) const {
   const Layout& layout = layouts_[part.index];
-  return layout.is_direct && part.dims.empty() && layout.gathered.dtype() == dtype;
+  return layout.is_direct() && part.dims.empty() && layout.gathered.dtype() == dtype;
 }
 
 void ShardUnit::reduce_together(std::vector<Part> parts, at::ScalarType dtype, bool local,

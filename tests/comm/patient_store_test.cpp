@@ -28,7 +28,8 @@ RANK_BODY(stopped_keeper) {
   options.port = static_cast<uint16_t>(std::stoi(std::getenv("MASTER_PORT")));
   options.isServer = std::string(std::getenv("RANK")) == "0";
   options.timeout = 30s;
-  const auto common = c10::make_intrusive<c10d::TCPStore>(std::getenv("MASTER_ADDR"), options);
+  const c10::intrusive_ptr<c10d::Store> common =
+      c10::make_intrusive<c10d::TCPStore>(std::getenv("MASTER_ADDR"), options);
   if (options.isServer) {
     common->set("keeper", std::to_string(getpid()));
     common->wait({"done"});
@@ -54,7 +55,7 @@ RANK_BODY(stopped_keeper) {
   ASSERT_EQ(kill(keeper, SIGSTOP), 0);
   expect_error<c10::DistStoreError>(
       [&] {
-        while (true) store.set("key", "5");  // until the signal has arrived
+        while (true) store.check({"key"});  // until the signal has arrived
       },
       {"did not answer within 300 ms", "stopped"});
   const std::vector<std::function<void()>> calls = {
@@ -77,7 +78,7 @@ RANK_BODY(stopped_keeper) {
   ASSERT_EQ(kill(keeper, SIGSTOP), 0);
   expect_error<c10::Error>(
       [&] {
-        while (true) other.set("key", "7");
+        while (true) other.check({"key"});
       },
       {"rank 0 has failed"});
 

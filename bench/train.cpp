@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -270,10 +271,21 @@ struct Case {
   Step (*by_hand)(const Setup&, const DeviceMesh&);
 };
 
-double seconds(const Step& step, int64_t count) {
+struct Seconds {
+  double wall, cpu;  // of the calling thread, which waits for others besides
+};
+
+double cpu_now() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+Seconds seconds(const Step& step, int64_t count) {
   const auto start = std::chrono::steady_clock::now();
+  const double cpu = cpu_now();
   for (int64_t i = 0; i < count; ++i) step();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return {std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), cpu_now() - cpu};
 }
 
 double median(std::vector<double> values) {
@@ -283,6 +295,7 @@ double median(std::vector<double> values) {
 
 struct Speeds {
   std::vector<double> tessera, by_hand;  // tokens a second, in turns
+  std::vector<double> cpu;               // how much less CPU time it takes by hand
 };
 
 Speeds on_ranks(const Setup& setup, const Case& parallel, const std::string& backend, int rounds) {
@@ -295,11 +308,11 @@ Speeds on_ranks(const Setup& setup, const Case& parallel, const std::string& bac
         seconds(ours, 2);
         seconds(by_hand, 2);
         for (int round = 0; round < rounds; ++round) {
-          const double mine = tokens / seconds(ours, setup.steps),
-                       hand = tokens / seconds(by_hand, setup.steps);
+          const Seconds mine = seconds(ours, setup.steps), hand = seconds(by_hand, setup.steps);
           if (mesh.get_rank() != 0) continue;
-          speeds.tessera.push_back(mine);
-          speeds.by_hand.push_back(hand);
+          speeds.tessera.push_back(tokens / mine.wall);
+          speeds.by_hand.push_back(tokens / hand.wall);
+          speeds.cpu.push_back(hand.cpu / mine.cpu);
         }
       },
       {.backend = backend, .threads_per_rank = 1});
@@ -320,6 +333,8 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "Measurements, in turns; the median counts")
       ->capture_default_str()
       ->check(CLI::Range(1, 1000));
+  std::string only;
+  app.add_option("--only", only, "Rows whose name and backend begin so, as \"small fsdp=2 threads\"");
   CLI11_PARSE(app, argc, argv);
   std::map<std::string, double> torch;
   std::ifstream lines(torch_file);
@@ -329,8 +344,8 @@ int main(int argc, char** argv) {
   }
 
   std::printf("Training a GPT: tokens a second, and ratios of the same run; ranks have one core each\n");
-  std::printf("%-20s%-10s%10s%10s%10s%12s%14s%10s\n", "", "backend", "tessera", "by hand", "ratio",
-              "one device", "torch, gloo", "ratio");
+  std::printf("%-20s%-10s%10s%10s%10s%10s%12s%14s%10s\n", "", "backend", "tessera", "by hand", "ratio",
+              "CPU time", "one device", "torch, gloo", "ratio");
   const std::vector<Setup> setups{
       {"small", {.vocabulary = 96, .context = 64, .width = 128, .heads = 4, .layers = 2}, 8, 20},
       {"medium", {.vocabulary = 512, .context = 128, .width = 512, .heads = 8, .layers = 4}, 4, 2}};
@@ -343,7 +358,7 @@ int main(int argc, char** argv) {
           std::vector<double> speeds;
           for (int round = 0; round < rounds; ++round)
             speeds.push_back(static_cast<double>(setup.steps * setup.batch * setup.model.context) /
-                             seconds(step, setup.steps));
+                             seconds(step, setup.steps).wall);
           alone = median(speeds);
         },
         {.threads_per_rank = 1});
@@ -352,13 +367,14 @@ int main(int argc, char** argv) {
           Case{"fsdp=2", 2, 1, sharded_step, sharded_by_hand_step}}) {
       const std::string name = setup.name + " " + parallel.name;
       for (const std::string backend : {"threads", "gloo"}) {
+        if (!(name + " " + backend).starts_with(only)) continue;
         const Speeds speeds = on_ranks(setup, parallel, backend, rounds);
         std::vector<double> ratios;
         for (size_t i = 0; i < speeds.tessera.size(); ++i)
           ratios.push_back(speeds.tessera[i] / speeds.by_hand[i]);
         const double mine = median(speeds.tessera);
-        std::printf("%-20s%-10s%10.0f%10.0f%10.2f%12.0f", name.c_str(), backend.c_str(), mine,
-                    median(speeds.by_hand), median(ratios), alone);
+        std::printf("%-20s%-10s%10.0f%10.0f%10.2f%10.2f%12.0f", name.c_str(), backend.c_str(), mine,
+                    median(speeds.by_hand), median(ratios), median(speeds.cpu), alone);
         if (const auto found = torch.find(name); found != torch.end())
           std::printf("%14.0f%9.1fx", found->second, mine / found->second);
         std::printf("\n");

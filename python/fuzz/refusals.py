@@ -19,7 +19,8 @@ USES = [cases, operators, errors]
 
 
 def names() -> Iterator[str]:
-    """Operator, and the number of an error input or a dtype."""
+    """Operator, and the number of an error input or a dtype. Not at import, in the process that workers are forked from: the inputs are
+    computed, on threads of torch that a fork does not have."""
     for name in operators.NAMES:
         op = cases.OPS[name]
         for number in range(len(listed_errors(op))):
@@ -27,9 +28,6 @@ def names() -> Iterator[str]:
         for dtype in DTYPES:
             if dtype not in op.supported_dtypes("cpu"):
                 yield f"{name}:{str(dtype).removeprefix('torch.')}"
-
-
-NAMES = list(names())
 
 
 def draw(name: str, rng: random.Random) -> tuple[dict[str, Any], str, tuple[float, float]]:

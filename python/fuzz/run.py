@@ -340,6 +340,11 @@ def run(keys: list[Key], workers: int, minutes: float, seconds: float, output: P
     return report
 
 
+def names_of(kind: str) -> list[str]:
+    module: Any = __import__(kind)
+    return list(module.names()) if kind in KINDS_TO_THE_END else module.NAMES
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -380,7 +385,7 @@ def main() -> int:
     for kind in kinds:
         names = [
             name
-            for name in __import__(kind).NAMES
+            for name in names_of(kind)
             if any(fnmatch.fnmatchcase(name, glob) for glob in options.only or ["*"])
         ]
         count = 1 if kind in KINDS_TO_THE_END else options.rounds

@@ -249,7 +249,11 @@ def main(inputs: int, seed: int) -> None:
 
 def test_arguments_and_bytes_of_pickles():
     done = subprocess.run(
-        [sys.executable, __file__, "--inputs", "3000"], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, __file__, "--inputs", "3000"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     accepted, refused = map(int, re.findall(r"(\d+) (?:accepted|refused)", done.stdout))

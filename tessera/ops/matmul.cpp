@@ -215,10 +215,17 @@ std::tuple<at::Tensor, at::Tensor> matmul_gradients(const at::Tensor& gradient, 
     const at::Tensor g = as_matrices(gradient, self.dim(), other.dim());
     const at::Tensor a = self.dim() == 1 ? self.unsqueeze(0) : self;
     const at::Tensor b = other.dim() == 1 ? other.unsqueeze(-1) : other;
-    // One matrix for all batches: as for the weight of a linear layer, without a product for each batch.
-    of_other = b.dim() == 2 && a.dim() > 2 && !at::GradMode::is_enabled()
-                   ? std::get<1>(at::linear_backward(g, a, b, {false, true, false}))
-                   : at::sum_to(at::matmul(a.mT(), g), b.sizes());
+    // One matrix for all batches: as for the weight of a linear layer, without a product for each batch. There it is the
+    // transposed weight, and so is its gradient, which then lies in memory as the weight.
+    const bool is_one = b.dim() == 2 && a.dim() > 2 && !at::GradMode::is_enabled();
+    const bool is_transposed = is_one && b.stride(0) == 1 && b.stride(1) == b.size(0);
+    if (is_transposed) {
+      of_other = std::get<1>(at::linear_backward(a, g, b.t(), {false, true, false})).t();
+    } else if (is_one) {
+      of_other = std::get<1>(at::linear_backward(g, a, b, {false, true, false}));
+    } else {
+      of_other = at::sum_to(at::matmul(a.mT(), g), b.sizes());
+    }
     if (other.dim() == 1) of_other = of_other.squeeze(-1);
   }
   return {of_self, of_other};

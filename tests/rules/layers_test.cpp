@@ -46,6 +46,27 @@ TEST(LinearAlgebra, OneBadMatrixIsAnErrorOnEveryRank) {
   });
 }
 
+/// So that the gradient of the weight of a linear layer, which is multiplied by transposed, needs no copy.
+TEST(Products, TheGradientOfAMatrixLiesAsTheMatrix) {
+  run(4, [] {
+    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const at::Tensor plain = numbers({2, 4, 3}, 1);
+    const at::Tensor x = distribute_tensor(plain, mesh, {Shard(1)});
+    for (const bool transposed : {false, true}) {
+      const at::Tensor values = transposed ? numbers({5, 3}).t() : numbers({3, 5});
+      const at::Tensor matrix = (transposed ? distribute_tensor(values.t(), mesh, {Replicate()}).t()
+                                            : at::Tensor(distribute_tensor(values, mesh, {Replicate()})))
+                                    .detach()
+                                    .requires_grad_();
+      const at::Tensor found = torch::autograd::grad({at::matmul(x, matrix).pow(2).sum()}, {matrix})[0];
+      EXPECT_EQ(found.strides(), matrix.strides());
+      const at::Tensor alone = values.detach().clone().requires_grad_();
+      const at::Tensor expected = torch::autograd::grad({at::matmul(plain, alone).pow(2).sum()}, {alone})[0];
+      EXPECT_TRUE(at::allclose(DTensor(found).full_tensor(), expected)) << transposed;
+    }
+  });
+}
+
 /// What autograd does not need for a product, it does not keep.
 TEST(Products, WithoutAGradientOfOneSide) {
   run(4, [] {
@@ -147,6 +168,8 @@ TEST_P(LayerFamilies, Matmul) {
   auto product = [](const Tensors& t) { return at::matmul(t[0], t[1]); };
   for (const int64_t size : {5, 8, 2}) {
     check(product, {numbers({size, 3, 4}), numbers({4, 6}, 1)});
+    check([](const Tensors& t) { return at::matmul(t[0], t[1].t()); },
+          {numbers({size, 3, 4}), numbers({6, 4}, 1)});
     check(product, {numbers({2, size, 3, 4}), numbers({2, size, 4, 3}, 1)});
     check(product, {numbers({size, 1, 3, 4}), numbers({2, 4, 3}, 1)});
     check(product, {numbers({3, size}), numbers({2, size, 3}, 1)});

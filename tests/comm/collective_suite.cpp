@@ -8,6 +8,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/errors.h"
+
 namespace tessera::testing {
 
 namespace {
@@ -259,6 +261,46 @@ void check_moves(const Context& x) {
   }
 }
 
+/// Several tensors at once, of different sizes and dtypes, where the group moves them so.
+void check_lists(const Context& x) {
+  Tensors inputs, outputs, parts, results;
+  const std::vector<std::pair<int64_t, at::ScalarType>> kinds{
+      {3, at::kFloat}, {0, at::kLong}, {70001, at::kBFloat16}, {1, at::kByte}, {8, at::kComplexFloat}};
+  for (const auto& [size, dtype] : kinds) {
+    inputs.push_back(values(size, x.me, {size}, dtype));
+    outputs.push_back(at::empty({size * x.n}, dtype));
+  }
+  const std::vector<int64_t> sizes{5, 0, 40003};
+  for (const int64_t size : sizes) {
+    parts.push_back(values(size, x.me, {size * x.n}, at::kFloat));
+    results.push_back(at::empty({size}));
+  }
+  if (!comm::moves_lists(x.group)) {
+    expect_error<c10::ValueError>([&] { comm::all_gather_into(outputs, inputs, x.group).wait(); },
+                                  {"all_gather_into", "Pack them"});
+    expect_error<c10::ValueError>(
+        [&] { comm::reduce_scatter_from(results, parts, ReduceOp::SUM, x.group).wait(); },
+        {"reduce_scatter_from", "Pack them"});
+    return;
+  }
+  comm::all_gather_into(outputs, inputs, x.group).wait();
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    Tensors expected;
+    for (int64_t r = 0; r < x.n; ++r)
+      expected.push_back(values(kinds[i].first, r, {kinds[i].first}, kinds[i].second));
+    expect_same(outputs[i], at::cat(expected), "all_gather_into of a list");
+  }
+  comm::reduce_scatter_from(results, parts, ReduceOp::SUM, x.group).wait();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    Tensors mine;
+    for (int64_t r = 0; r < x.n; ++r)
+      mine.push_back(values(sizes[i], r, {sizes[i] * x.n}, at::kFloat).narrow(0, x.me * sizes[i], sizes[i]));
+    expect_same(results[i], reduced(mine, ReduceOp::SUM), "reduce_scatter_from of a list");
+  }
+  expect_error<c10::ValueError>([&] { comm::all_gather_into(Tensors(), Tensors(), x.group).wait(); },
+                                {"at least one"});
+}
+
 /// The same values where neighbours in memory are not neighbours in the tensor, and where the memory has
 /// other values.
 at::Tensor transposed(const at::Tensor& matrix) { return matrix.t().contiguous().t(); }
@@ -384,6 +426,7 @@ void run_collective_suite(const Group& group) {
   check_not_plain(context, at::kComplexFloat, conjugated);
   check_overlapping(context);
   check_packed(context);
+  check_lists(context);
 }
 
 void run_collective_suite_on_all_groups() {

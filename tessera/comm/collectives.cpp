@@ -15,6 +15,7 @@
 #include <tessera/span.h>
 #include <tessera/thread_scope.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 
@@ -482,7 +483,12 @@ Pending reduce_scatter_from(const at::Tensor& output, const at::Tensor& input, c
   return Pending(group, backend->_reduce_scatter_base(out, in, options), [landing] { landing.finish(); });
 }
 
-bool moves_lists(const Group& group) { return takes_all(default_backend(group)); }
+bool moves_lists(const Group& group) {
+  const auto devices = group->getDeviceTypes();
+  return !devices.empty() && std::all_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
+    return takes_all(group->getBackend(device.type()));
+  });
+}
 
 Pending all_gather_into(const Tensors& outputs, const Tensors& inputs, const Group& group) {
   const Observed observed("all_gather", inputs, outputs, group);

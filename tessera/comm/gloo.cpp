@@ -59,9 +59,14 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
       (request.gloo ? request.gloo : std::make_shared<GlooTransport>(std::string()))->devices();
   options->group_name = request.name;
   options->global_ranks_in_group.assign(request.ranks.begin(), request.ranks.end());
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(request.store, static_cast<int>(request.member),
-                                                     static_cast<int>(request.ranks.size()),
-                                                     std::move(options));
+  const auto size = static_cast<int64_t>(request.ranks.size());
+  auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(request.store, static_cast<int>(request.member),
+                                                             static_cast<int>(size), std::move(options));
+  // Who is connected to all may end, and its connections with it, while others still connect: so all wait for the last.
+  constexpr const char* kConnected = "connected";
+  if (request.store->add("connecting", 1) == size) request.store->set(kConnected, std::vector<uint8_t>{1});
+  request.store->wait({kConnected}, request.timeout);
+  return backend;
 }
 
 }  // namespace tessera

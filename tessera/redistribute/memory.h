@@ -53,7 +53,7 @@ TESSERA_API at::Tensor new_memory(c10::IntArrayRef shape, c10::IntArrayRef strid
 TESSERA_API at::Tensor new_memory(const Spec& spec, const at::TensorOptions& options);
 
 /// A tensor in the storage of `memory`, `offset` bytes behind where that begins. As views by operators, but autograd knows
-/// nothing of it, and it costs a tenth.
+/// nothing of it, and it costs less.
 TESSERA_API at::Tensor view_of(const at::Tensor& memory, int64_t offset, c10::IntArrayRef shape,
                                c10::IntArrayRef strides, at::ScalarType dtype);
 

@@ -469,10 +469,10 @@ TEST(Wait, ThatLastsIsReportedInOneLineForTheProcess) {
 
 TEST(Wait, ThatLastsIsReportedByProcesses) {
   for (const char* backend : {"gloo", "shm"}) {
-    EXPECT_THAT(
-        reports_of("slow_process", 2, "0.2", backend),
-        AllOf(HasSubstr("rank 0 has waited for 0.2 s in all_reduce(Float[2]), call 2 of group [0, 1]"),
-              HasSubstr("\n  rank 1 is in no collective; its last one, ")));
+    EXPECT_THAT(reports_of("slow_process", 2, "0.2", backend),
+                AllOf(HasSubstr("rank 0 has waited for "),
+                      HasSubstr(" s in all_reduce(Float[2]), call 2 of group [0, 1]"),
+                      HasSubstr("\n  rank 1 is in no collective; its last one, ")));
   }
 }
 

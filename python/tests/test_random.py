@@ -252,3 +252,38 @@ def test_ranks_that_differ_are_named():
     stages = tessera.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tp"))
     tessera.manual_seed(10 + stages.get_local_rank("stage"), stages["tp"])
     tessera.random.check_agreement(stages["tp"])
+
+
+@on_ranks()
+def test_what_one_rank_refuses_to_draw_with_all_refuse():
+    """Each rank has a row; that of the last is refused."""
+    mesh = tessera.init_device_mesh("cpu", (4,))
+
+    def rows(value):
+        plain = torch.full((4, 3), 0.5)
+        plain[3] = value
+        return tessera.distribute_tensor(plain, mesh, [Shard(0)])
+
+    for draw in (
+        lambda: torch.multinomial(rows(0.0), 2),
+        lambda: torch.bernoulli(rows(1.5)),
+        lambda: torch.empty_like(rows(0.0)).bernoulli_(rows(1.5)),
+        lambda: torch.normal(0.0, rows(-1.0)),
+        lambda: torch.normal(rows(0.0), rows(-1.0)),
+    ):
+        with pytest.raises(RuntimeError, match="must|refuses"):
+            draw()
+    # And all go on.
+    assert torch.multinomial(rows(0.5), 2).shape == (4, 2)
+
+
+@on_ranks()
+def test_integers_between_bounds_are_refused_for_complex_numbers_as_by_one_device():
+    mesh = tessera.init_device_mesh("cpu", (4,))
+    x = tessera.distribute_tensor(torch.zeros(4, dtype=torch.complex64), mesh, [Shard(0)])
+    for draw in (lambda: torch.randint_like(x, 5), lambda: x.random_(0, 5)):
+        with pytest.raises(RuntimeError) as caught:
+            draw()
+        assert caught.type is RuntimeError
+    with pytest.raises(NotImplementedError):
+        x.random_()

@@ -134,10 +134,12 @@ class Planner {
     const bool has_any = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
       return call_.position(name).has_value();
     });
-    const bool has_integers =
-        std::any_of(strategy.inputs.begin(), strategy.inputs.end(),
-                    [](const Spec& spec) { return at::isIntegralType(spec.dtype(), /*includeBool=*/false); });
-    if (!has_any || !has_integers || strategy.local.communicates || !on_cpu) return false;
+    // Indices and sizes; but probabilities and deviations that are drawn with are no integers.
+    const bool may_refuse = resolved_.rule->for_random ||
+                            std::any_of(strategy.inputs.begin(), strategy.inputs.end(), [](const Spec& spec) {
+                              return at::isIntegralType(spec.dtype(), /*includeBool=*/false);
+                            });
+    if (!has_any || !may_refuse || strategy.local.communicates || !on_cpu) return false;
     if (holds_nothing_somewhere(strategy.inputs)) return true;
     for (const size_t i : c10::irange(call_.tensors.size())) {
       if (strategy.inputs[i].is_sharded() &&

@@ -67,9 +67,11 @@ Localize by_region(Make make, std::function<bool(const Arguments&)> draws = {}) 
 }
 
 /// With its numbers drawn by each rank for its shard.
-Rule drawn(Rule rule, Localize localize) {
+/// `refused`: arguments whose values may be refused, as a probability above 1.
+Rule drawn(Rule rule, Localize localize, Names refused = {}) {
   rule.local = {"drawn by each rank for its shard", [localize](const OpCall&) { return localize; }};
   rule.for_random = true;
+  rule.checks_values_of = std::move(refused);
   return rule;
 }
 
@@ -239,19 +241,22 @@ Table random_rules() {
               {"n", "memory_format", "size", "stride"},
               "`n` has to be the size of the tensor that is given"},
              by_region(permute))},
-      {{"bernoulli", "bernoulli.Tensor"},
+      {{"bernoulli"},
        drawn({"pointwise, of the shape of `self`", like_self, {}, "`p` must not broadcast `self`"},
-             by_region(bernoulli_of))},
+             by_region(bernoulli_of), {"self"})},
+      {{"bernoulli.Tensor"},
+       drawn({"pointwise, of the shape of `self`", like_self, {}, "`p` must not broadcast `self`"},
+             by_region(bernoulli_of), {"p"})},
       {{"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"},
        drawn({"pointwise, contiguous", contiguous_pointwise, {}, "results have no strides of inputs"},
-             by_region(normal_of))},
+             by_region(normal_of), {"std"})},
       {{"native_dropout"},
        drawn({"pointwise, linear in `input`", output_and_mask, {}, "the mask is never partial"},
              by_region(dropout, drops))},
       {{"rrelu_with_noise"}, drawn(Pointwise{}, by_region(rrelu, trains))},
       {{"multinomial"},
        drawn({"dim -1 unsharded, others alike", sampled_rows, {"num_samples"}, "`num_samples` is a size"},
-             by_region(multinomial))},
+             by_region(multinomial), {"self"})},
   });
 }
 

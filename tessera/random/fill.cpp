@@ -300,6 +300,7 @@ Distribution Distribution::integers(int64_t from, std::optional<int64_t> to) {
   TESSERA_CHECK(!to || from < *to, "random: expected integers from one up to a larger one, got ", from,
                 " and ", to.value_or(0), ".");
   Distribution result = integers();
+  result.name_ = "randint";
   result.has_from_ = true;
   result.from_ = from;
   result.to_ = to;
@@ -326,7 +327,7 @@ namespace {
 [[noreturn]] void refuse_dtype(const Distribution& distribution, at::ScalarType dtype) {
   const std::string message = c10::str(distribution.name(), ": not for tensors of ", dtype, ".");
   const std::string_view name = distribution.name();
-  TESSERA_CHECK(name != "exponential" && name != "cauchy", message);
+  TESSERA_CHECK(name != "exponential" && name != "cauchy" && name != "randint", message);
   throw c10::NotImplementedError(message, /*backtrace=*/nullptr);
 }
 

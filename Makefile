@@ -4,6 +4,8 @@ TORCH_VERSION ?= 2.13.0
 export TORCH_VERSION
 OTHER = $(if $(filter-out 2.13.0,$(TORCH_VERSION)),-torch-$(TORCH_VERSION))
 VENV = .venv$(OTHER)
+# Those that `make wheels` makes wheels for.
+TORCH_VERSIONS ?= 2.13.0 2.15.0
 BUILD ?= build$(OTHER)
 PREFIX ?= /usr/local
 CMAKE_ARGS ?=
@@ -11,10 +13,10 @@ CMAKE_ARGS ?=
 PYTHON = . scripts/check_layers scripts/check_docs scripts/extract_examples scripts/check_public_headers
 SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp')
 
-.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel bench build lint tidy format docs pictures install \
-  asan ubsan tsan clean
+.PHONY: help demo test python-test python-check validate op-db slices fuzz fuzz-values checkpoint-faults faults soak audit operators from-torch wheel wheels tarball bench build lint tidy format docs pictures install \
+  asan ubsan tsan clang cross clean
 
-SHELL_SCRIPTS = scripts/setup scripts/make_pictures .ci/run tests/install/run tests/install/wheel
+SHELL_SCRIPTS = scripts/setup scripts/make_pictures scripts/make_tarball .ci/run tests/install/run tests/install/wheel
 
 # Tests at once: each has ranks of its own, which wait for each other much of the time.
 JOBS = $(shell jobs=$$(nproc); echo $$((jobs < 4 ? jobs : 4)))
@@ -27,7 +29,9 @@ help:
 	@echo 'make test      build, then run all tests, those of the Python package and of what is installed too'
 	@echo 'make python-test  build, then run the tests of the Python package alone'
 	@echo 'make validate  build, then try all sharding rules against the operators themselves'
-	@echo 'make wheel     build the Python package for pip, into $(BUILD)/wheel'
+	@echo 'make wheel     build the Python package for pip, with the C++ library, its headers and CMake files, into $(BUILD)/wheel'
+	@echo 'make wheels    the same for each torch in TORCH_VERSIONS ($(TORCH_VERSIONS)), into folders of their own (long)'
+	@echo 'make tarball   build the library and the commands, and pack them with headers and CMake files, into $(BUILD)/'
 	@echo 'make op-db     build, then try the operator database of PyTorch against one device (minutes)'
 	@echo 'make slices    build, then try which kernels of libtorch misread memory with gaps (minutes)'
 	@echo 'make fuzz      try all that parses or takes sizes with a million bad inputs each: texts, bytes, messages, files (long; FUZZ=--help)'
@@ -44,6 +48,8 @@ help:
 	@echo 'make tidy      check with clang-tidy (slow)'
 	@echo 'make tsan      run the tests of what is concurrent under ThreadSanitizer'
 	@echo 'make asan      run the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer (also: make ubsan)'
+	@echo 'make clang     build everything with clang, for the oldest x86-64'
+	@echo 'make cross     compile the library for aarch64'
 	@echo 'make format    format all sources'
 	@echo 'make docs      make the book from docs/ and the API reference from the headers, into $(BUILD)/docs'
 	@echo 'make pictures  build, then draw the pictures of the book, into docs/pictures'
@@ -106,12 +112,24 @@ validate: build
 	@echo 'The table is in $(BUILD)/validate.md.'
 	@PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/validate/against_torch.py
 
-# By pip, but of the libraries that are built already.
+# By pip, but of the libraries that are built already. What is in an archive has the time of the commit, so that the same source gives
+# the same bytes.
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 wheel:
 	$(call configure,$(BUILD),)
 	@cmake --build $(BUILD) --target tessera_package
-	@$(VENV)/bin/pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel -C build-dir=$(BUILD)/wheel-build \
-	  -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
+	@rm -rf $(BUILD)/wheel
+	@SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel \
+	  -C build-dir=$(BUILD)/wheel-build -C cmake.define.TESSERA_BUILT=$(abspath $(BUILD)) .
+	@cd $(BUILD)/wheel && stat --format='$(BUILD)/wheel/%n: %s bytes' *.whl
+
+wheels:
+	@for version in $(TORCH_VERSIONS); do $(MAKE) --no-print-directory wheel TORCH_VERSION=$$version || exit 1; done
+
+# For those without Python: what `make install` installs, without the tests and benchmarks, to unpack anywhere.
+tarball:
+	$(call configure,$(BUILD),)
+	@SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) cmake --build $(BUILD) --target tarball
 
 op-db: build
 	@$(CHECKS) PYTHONPATH=$(BUILD)/python $(VENV)/bin/python python/op_db/run.py --output $(BUILD)/op_db
@@ -174,6 +192,18 @@ tidy:
 	@command -v clang-tidy >/dev/null || { echo 'clang-tidy is missing: apt-get install clang-tidy'; exit 1; }
 	@clang-tidy --quiet -p build-tidy $(filter %.cpp,$(SOURCES))
 
+# Other compilers and processors. clang is asked for the oldest x86-64; for aarch64, the library is compiled, and nothing is linked.
+COMPILED_ALONE = -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=OFF -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_BUILD_PYTHON=OFF
+clang:
+	@command -v clang++ >/dev/null || { echo 'clang is missing: apt-get install clang'; exit 1; }
+	$(call configure,build-clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_CXX_FLAGS=-march=x86-64)
+	@cmake --build build-clang
+
+cross:
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo 'The cross compiler is missing: apt-get install g++-aarch64-linux-gnu'; exit 1; }
+	$(call configure,build-aarch64,--toolchain cmake/aarch64.cmake $(COMPILED_ALONE),library)
+	@cmake --build build-aarch64 --target tessera
+
 format:
 	@scripts/setup >/dev/null
 	@clang-format -i $(SOURCES)
@@ -200,11 +230,12 @@ install: build
 SANITIZED = -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DTESSERA_BUILD_BENCH=OFF -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_BUILD_PYTHON=OFF
 
 # Both look at the same run. Left out are a test that measures memory, which AddressSanitizer does not give back at once, and lists_test,
-# which counts allocations by an operator new of its own. What is fuzzed has signal stacks of its own, which AddressSanitizer would free.
+# which counts allocations by an operator new of its own. What is fuzzed has signal stacks of its own, which AddressSanitizer would free. Tests
+# ask for more memory than there is: that is an exception, as without AddressSanitizer.
 asan ubsan:
 	$(call configure,build-asan,-DTESSERA_SANITIZE=address$(comma)undefined $(SANITIZED))
 	@cmake --build build-asan
-	@cd build-asan && $(CHECKS) GTEST_FILTER=-DTensorCache.DoesNotGrow ASAN_OPTIONS=use_sigaltstack=0 LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.supp" UBSAN_OPTIONS=print_stacktrace=1 \
+	@cd build-asan && $(CHECKS) GTEST_FILTER=-DTensorCache.DoesNotGrow ASAN_OPTIONS=use_sigaltstack=0:allocator_may_return_null=1 LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.supp" UBSAN_OPTIONS=print_stacktrace=1 \
 	  ctest --output-on-failure -j $(JOBS) --timeout 3600 -E 'installed_package|compare_with_torch|lists_test|soak'
 
 tsan:
@@ -213,4 +244,4 @@ tsan:
 	@cd build-tsan && $(CHECKS) GTEST_FILTER="-Gloo*:*OverGloo:*Processes*" TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" ctest --output-on-failure -j $(JOBS) -L concurrent --timeout 1800
 
 clean:
-	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel
+	@rm -rf $(BUILD) build-asan build-tsan build-tidy build-wheel build-clang build-aarch64

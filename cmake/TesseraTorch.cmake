@@ -1,4 +1,4 @@
-# Finds libtorch and gives the target `torch`.
+# Finds libtorch and gives the target `torch`, TESSERA_TORCH_DIR, its folder, and TESSERA_TORCH_VERSION, as 2.13.0.
 #
 # libtorch's own CMake files refuse to work where libtorch was built with CUDA but the machine has no CUDA toolkit or only a part of it, as is usual
 # where torch came from pip. There, libtorch is used by hand, for CPU tensors; the nccl backend is then left out.
@@ -14,8 +14,9 @@ if(SKBUILD)
 endif()
 
 set(TESSERA_TORCH_DIR "")
-find_file(TESSERA_TORCH_CONFIG TorchConfig.cmake PATH_SUFFIXES share/cmake/Torch NO_CACHE
-          PATHS "${Torch_DIR}" NO_CMAKE_FIND_ROOT_PATH)
+# The last folder is where pip puts torch, if this file lies in the package that pip installed.
+find_file(TESSERA_TORCH_CONFIG TorchConfig.cmake PATH_SUFFIXES share/cmake/Torch Torch NO_CACHE
+          PATHS "${Torch_DIR}" "${CMAKE_CURRENT_LIST_DIR}/../../../../torch" NO_CMAKE_FIND_ROOT_PATH)
 if(TESSERA_TORCH_CONFIG)
   get_filename_component(TESSERA_TORCH_DIR "${TESSERA_TORCH_CONFIG}/../../../.." ABSOLUTE)
 endif()
@@ -39,6 +40,9 @@ if(TESSERA_TORCH_BY_HAND)
   target_link_libraries(torch INTERFACE "${TESSERA_TORCH_DIR}/lib/libtorch.so" "${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so"
                                         "${TESSERA_TORCH_DIR}/lib/libc10.so")
 else()
-  find_package(Torch 2.13 REQUIRED)
+  find_package(Torch 2.13 REQUIRED PATHS "${TESSERA_TORCH_DIR}")
   set(TESSERA_TORCH_DIR "${TORCH_INSTALL_PREFIX}")
 endif()
+
+file(STRINGS "${TESSERA_TORCH_DIR}/share/cmake/Torch/TorchConfigVersion.cmake" TESSERA_TORCH_VERSION REGEX "^set\\(PACKAGE_VERSION ")
+string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")

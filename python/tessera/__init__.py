@@ -18,6 +18,8 @@ them never enter Python.
 Started by torchrun, or with ``torch.distributed`` initialised, the ranks are its processes, and ``main()`` is called as it is.
 """
 
+import os as _os
+
 import torch as _torch  # its libraries must be loaded before ours
 
 from tessera import _built_with
@@ -62,6 +64,9 @@ from tessera._utils import compute_local_shape_and_global_offset
 from tessera._world import run
 from tessera.random import manual_seed
 
+cmake_prefix_path = _os.path.join(_os.path.dirname(__file__), "share", "cmake")
+"""Where CMake finds the C++ package that the wheel brings along: ``-DCMAKE_PREFIX_PATH=...``, as with ``torch.utils.cmake_prefix_path``."""
+
 __all__ = [
     "DTensor",
     "DeviceMesh",
@@ -73,6 +78,7 @@ __all__ = [
     "Strict",
     "assert_placements",
     "checkpoint",
+    "cmake_prefix_path",
     "debug",
     "distribute_module",
     "distribute_tensor",

@@ -46,7 +46,8 @@ class TESSERA_API Value {
   Value(const char* value);
   Value(std::string value);
   Value(Bytes value);
-  static Value list(List items = {});
+  static Value list();
+  static Value list(List items);
   static Value dict();
 
   bool is_none() const { return std::holds_alternative<std::monostate>(content_); }

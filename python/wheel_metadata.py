@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 
-def dynamic_metadata(field: str, settings: Mapping[str, Any], _project: Mapping[str, Any] | None = None) -> str | list[str]:
+def dynamic_metadata(
+    field: str, settings: Mapping[str, Any], _project: Mapping[str, Any] | None = None
+) -> str | list[str]:
     if settings:
         raise RuntimeError(f"wheel_metadata takes no settings, but got {dict(settings)}")
     torch = importlib.metadata.version("torch").partition("+")[0]

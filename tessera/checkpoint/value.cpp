@@ -51,9 +51,7 @@ Value::Value(const char* value) : content_(std::string(value)) {}
 Value::Value(std::string value) : content_(std::move(value)) {}
 Value::Value(Bytes value) : content_(std::move(value)) {}
 
-Value Value::list() {
-  return list(List());
-}
+Value Value::list() { return list(List()); }
 
 Value Value::list(List items) {
   Value value;

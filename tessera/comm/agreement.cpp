@@ -2,6 +2,7 @@
 #include <tessera/comm/agreement.h>
 #include <tessera/comm/asked.h>
 #include <tessera/comm/call_backend.h>
+#include <tessera/comm/hierarchical.h>
 #include <tessera/comm/posting.h>
 #include <tessera/comm/shared_error.h>
 #include <tessera/error.h>
@@ -126,11 +127,12 @@ Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), 
   if (group_ && group_->getSize() > 1) {
     backend_ = backend_for(group_);
     const std::string name = backend_->getBackendName();
-    if (dynamic_cast<const CallBackend*>(backend_.get())) {
+    const auto* calls = dynamic_cast<const CallBackend*>(backend_.get());
+    if (calls && calls->compares()) {
       comparison_ = Comparison::posts;
     } else if (name != "fake") {
-      comparison_ =
-          name == "gloo" && device_for(group_).is_cpu() ? Comparison::heads : Comparison::all_gather;
+      const bool sends = name == "gloo" || name == hierarchical::kBackendName;
+      comparison_ = sends && device_for(group_).is_cpu() ? Comparison::heads : Comparison::all_gather;
     }
   }
   settled_ = comparison_ == Comparison::none;

@@ -1,4 +1,5 @@
 #include <tessera/comm/builtin_backends.h>
+#include <tessera/comm/hierarchical.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/error.h>
@@ -12,11 +13,13 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, BackendFactory> factories{{threads::kBackendName, threads::make_threads_backend},
-                                                  {shm::kBackendName, shm::make_shm_backend},
-                                                  {"gloo", make_gloo_backend},
-                                                  {"nccl", make_nccl_backend},
-                                                  {"fake", make_fake_backend}};
+  std::map<std::string, BackendFactory> factories{
+      {threads::kBackendName, threads::make_threads_backend},
+      {shm::kBackendName, shm::make_shm_backend},
+      {"gloo", make_gloo_backend},
+      {hierarchical::kBackendName, hierarchical::make_hierarchical_backend},
+      {"nccl", make_nccl_backend},
+      {"fake", make_fake_backend}};
 };
 
 Registry& registry() {

@@ -27,8 +27,9 @@ class Hub;
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store> store;  // this group's own; null if the world has none
   std::vector<int64_t> ranks;             // the members, as ranks of the world
-  int64_t member = 0;                     // which of them this rank is
-  std::string name;                       // of the group; the same on all members
+  std::vector<int64_t> hosts;  // of each of them, numbered as they first appear; for "hierarchical"
+  int64_t member = 0;          // which of them this rank is
+  std::string name;            // of the group; the same on all members
   c10::DeviceType device = c10::DeviceType::CPU;
   std::chrono::milliseconds timeout{};
   std::shared_ptr<threads::Hub> hub;    // null where ranks are processes
@@ -38,7 +39,7 @@ struct BackendRequest {
 using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)>;
 
 /// Makes a backend known by name, for WorldOptions::backend and RunOptions::backend. The built-in ones are
-/// "threads", "shm", "gloo", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
+/// "threads", "shm", "gloo", "hierarchical", "fake" and, where libtorch has CUDA, "nccl". A known name is replaced.
 TESSERA_API void register_backend(const std::string& name, BackendFactory factory);
 
 /// Makes one by name, for instance to wrap it. Throws, listing the known names, if `name` is none of them.

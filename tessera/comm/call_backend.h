@@ -44,6 +44,9 @@ class CallBackend : public c10d::Backend {
   Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
   Work barrier(const c10d::BarrierOptions& opts) override;
 
+  /// Whether calls that the ranks do not make alike are errors on all of them.
+  virtual bool compares() const { return true; }
+
  protected:
   /// `results` are the tensors that the collective writes.
   virtual Work submit(comm::CallBuilder& call, c10d::OpType type, Tensors results,

@@ -3,6 +3,7 @@
 #include <tessera/comm/blocking_work.h>
 #include <tessera/comm/called.h>
 #include <tessera/comm/collectives.h>
+#include <tessera/comm/hierarchical.h>
 #include <tessera/comm/joined.h>
 #include <tessera/comm/observer.h>
 #include <tessera/comm/posting.h>
@@ -35,10 +36,12 @@ Backend default_backend(const Group& group) {
   return has_one ? group->getDefaultBackend() : group->getBackend(at::kCPU);
 }
 
-/// Whether its ranks are processes: of custom backends, that holds for one of ours.
+/// Whether its ranks are processes: of custom backends, that holds for two of ours.
 bool is_of_processes(const Group& group) {
-  return group && (group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM ||
-                   group->getDefaultBackend()->getBackendName() == shm::kBackendName);
+  if (!group) return false;
+  if (group->getBackendType() != c10d::ProcessGroup::BackendType::CUSTOM) return true;
+  const std::string name = group->getDefaultBackend()->getBackendName();
+  return name == shm::kBackendName || name == hierarchical::kBackendName;
 }
 
 /// The backend of the group for where `tensor` is.

@@ -204,9 +204,8 @@ ProcessRank::ProcessRank(const WorldOptions& options)
     : rank_(options.rank),
       timeout_(options.timeout),
       address_(own_address(options.store)),
-      host_(memory_host()),
       earlier_ports_(ports_of_given_group(options)),
-      shares_memory_{{rank_, true}} {
+      hosts_{{rank_, memory_host()}} {
   Monitor::Options how;
   how.rank = rank_;
   how.size = options.size;
@@ -217,7 +216,7 @@ ProcessRank::ProcessRank(const WorldOptions& options)
   rank.state = [this] { return record_.state(); };
   rank.call_with = [this](int64_t other) { return record_.call_with(other); };
   rank.interrupt = [this] { interrupt(); };
-  store_->set(c10::str("group/hosts/", rank_), host_);
+  store_->set(c10::str("group/hosts/", rank_), hosts_.at(rank_));
   monitor_ = std::make_shared<Monitor>(std::move(how), std::move(rank));
 }
 
@@ -263,30 +262,32 @@ void ProcessRank::expect_members(const std::string& group, const std::vector<int
     give_up("making the group " + group, c10::str("gave up after ", timeout_.count(), " ms"), ranks);
 }
 
-bool ProcessRank::share_memory(c10::IntArrayRef ranks) {
+std::vector<int64_t> ProcessRank::hosts_of(c10::IntArrayRef ranks) {
   std::vector<int64_t> unknown;
   {
     const std::lock_guard lock(mutex_);
     for (const int64_t rank : ranks) {
-      const auto known = shares_memory_.find(rank);
-      if (known == shares_memory_.end())
-        unknown.push_back(rank);
-      else if (!known->second)
-        return false;
+      if (!hosts_.count(rank)) unknown.push_back(rank);
     }
   }
-  if (unknown.empty()) return true;
-  expect_members(label_of(ranks.vec(), ""), ranks.vec());
-  const auto others = make_in_time(*this, label_of(ranks.vec(), ""), ranks.vec(), timeout_,
-                                   [hosts = store_for("hosts", ranks.vec(), ""), unknown] {
-                                     std::vector<std::string> names;
-                                     for (const int64_t rank : unknown)
-                                       names.push_back(hosts->get_to_str(std::to_string(rank)));
-                                     return names;
-                                   });
+  std::vector<std::string> answers;
+  if (!unknown.empty()) {
+    expect_members(label_of(ranks.vec(), ""), ranks.vec());
+    answers = make_in_time(*this, label_of(ranks.vec(), ""), ranks.vec(), timeout_,
+                           [hosts = store_for("hosts", ranks.vec(), ""), unknown] {
+                             std::vector<std::string> names;
+                             for (const int64_t rank : unknown)
+                               names.push_back(hosts->get_to_str(std::to_string(rank)));
+                             return names;
+                           });
+  }
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < unknown.size(); ++i) shares_memory_[unknown[i]] = others[i] == host_;
-  return std::all_of(unknown.begin(), unknown.end(), [&](int64_t rank) { return shares_memory_[rank]; });
+  for (size_t i = 0; i < unknown.size(); ++i) hosts_[unknown[i]] = std::move(answers[i]);
+  std::map<std::string, int64_t> numbers;
+  std::vector<int64_t> result;
+  for (const int64_t rank : ranks)
+    result.push_back(numbers.emplace(hosts_.at(rank), static_cast<int64_t>(numbers.size())).first->second);
+  return result;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessRank::make_backend(const std::string& name,

@@ -46,8 +46,9 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
 
   /// Waits until the members of a group that is being made are there. Throws, on all of them, if they do not come.
   void expect_members(const std::string& group, const std::vector<int64_t>& ranks);
-  /// Whether these ranks can share memory: see memory_host(). Waits until they have come.
-  bool share_memory(c10::IntArrayRef ranks);
+  /// The hosts that these ranks are on, numbered as they first appear: ranks of one host can share memory, see memory_host().
+  /// Waits until they have come.
+  std::vector<int64_t> hosts_of(c10::IntArrayRef ranks);
   /// As the function of that name, but ends when the world fails: a transport may wait for a member that has died.
   c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendRequest& request);
   /// What groups of gloo have in common; made at the first call.
@@ -83,14 +84,13 @@ class ProcessRank : public std::enable_shared_from_this<ProcessRank> {
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;
   const std::string address_;
-  const std::string host_;  // see memory_host()
   CallRecord record_;
   mutable std::mutex mutex_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<GlooTransport> gloo_;
   std::set<uint16_t> ports_;                // of groups over gloo that the world was given
   const std::set<uint16_t> earlier_ports_;  // of the first such group, if there is one
-  std::map<int64_t, bool> shares_memory_;   // by rank: whether it can with this one
+  std::map<int64_t, std::string> hosts_;    // by rank, as far as they were asked for; see memory_host()
   std::vector<c10::intrusive_ptr<c10d::Backend>> abortable_;
   std::vector<c10d::Work*> waited_for_;  // those that can be aborted
   std::shared_ptr<Monitor> monitor_;

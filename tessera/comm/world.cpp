@@ -2,6 +2,7 @@
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
 #include <tessera/comm/environment.h>
+#include <tessera/comm/hierarchical.h>
 #include <tessera/comm/left_alone.h>
 #include <tessera/comm/log.h>
 #include <tessera/comm/process_rank.h>
@@ -115,10 +116,15 @@ std::string chosen_backend(const Backends& backends, c10::DeviceType device) {
 std::string backend_for(const World& world, const Backends& backends, c10::IntArrayRef ranks,
                         c10::DeviceType device) {
   const std::string chosen = chosen_backend(backends, device);
-  const bool shared = chosen == shm::kBackendName || (chosen.empty() && device == c10::DeviceType::CPU);
+  const bool shared = chosen == shm::kBackendName || chosen == hierarchical::kBackendName ||
+                      (chosen.empty() && device == c10::DeviceType::CPU);
   // Within a host, that is: between hosts there is no memory to share.
-  if (shared && world.process_rank())
-    return world.process_rank()->share_memory(ranks) ? shm::kBackendName : "gloo";
+  if (shared && world.process_rank()) {
+    const std::vector<int64_t> hosts = world.process_rank()->hosts_of(ranks);
+    const size_t count = std::set<int64_t>(hosts.begin(), hosts.end()).size();
+    if (count <= 1) return shm::kBackendName;
+    return count < hosts.size() ? hierarchical::kBackendName : "gloo";
+  }
   if (!chosen.empty()) return chosen;
   if (device == c10::DeviceType::CUDA) return "nccl";
   return world.hub() ? threads::kBackendName : "gloo";
@@ -247,7 +253,9 @@ Group World::find_or_make(GroupKey key) {
   if (process_rank_) {
     process_rank_->expect_members(request.name, key.ranks);
     request.store = process_rank_->store_for(request.name, key.ranks, key.purpose);
-    if (key.backend == "gloo") request.gloo = process_rank_->gloo();
+    const bool in_steps = key.backend == hierarchical::kBackendName;
+    if (in_steps) request.hosts = process_rank_->hosts_of(ranks);
+    if (in_steps || key.backend == "gloo") request.gloo = process_rank_->gloo();
   } else if (options_.store) {
     request.store = c10::make_intrusive<c10d::PrefixStore>("tessera/group/" + request.name, options_.store);
   }

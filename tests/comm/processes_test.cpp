@@ -22,6 +22,7 @@
 #include <c10/util/Logging.h>
 
 #include "tests/comm/collective_suite.h"
+#include "tests/comm/two_hosts.h"
 #include "tests/support/ranks.h"
 
 namespace tessera {
@@ -33,7 +34,10 @@ using ::testing::AnyOf;
 using testing::error_of;
 using testing::expect_ok;
 using ::testing::HasSubstr;
+using testing::kNoHosts;
+using testing::run_on;
 using testing::spawn_ranks;
+using testing::TwoHosts;
 using testing::without_agent;
 
 RunOptions on_gloo() {
@@ -559,64 +563,10 @@ TEST(ProcessWorld, ListensOnThisMachineAloneIfItIsAllThereIs) {
   }
 }
 
-/// Two hosts on one machine: a network namespace each, joined by a virtual cable.
-class TwoHosts {
- public:
-  TwoHosts() {
-    const std::string id = std::to_string(getpid());
-    names_ = {"tessera-a-" + id, "tessera-b-" + id};
-    for (const auto& name : names_) ok_ = ok_ && shell("ip netns add " + name);
-    const std::string left = "va" + id, right = "vb" + id;
-    ok_ = ok_ &&
-          shell("ip link add " + left + " netns " + names_[0] + " type veth peer name " + right + " netns " +
-                names_[1]) &&
-          shell("ip netns exec " + names_[0] + " ip addr add 10.203.77.1/24 dev " + left) &&
-          shell("ip netns exec " + names_[1] + " ip addr add 10.203.77.2/24 dev " + right) &&
-          shell("ip netns exec " + names_[0] + " ip link set " + left + " up") &&
-          shell("ip netns exec " + names_[1] + " ip link set " + right + " up") &&
-          shell("ip netns exec " + names_[0] + " ip link set lo up") &&
-          shell("ip netns exec " + names_[1] + " ip link set lo up");
-    interfaces_ = {left, right};
-  }
-  ~TwoHosts() {
-    for (const auto& name : names_) shell("ip netns del " + name);
-  }
-  bool ok() const { return ok_; }
-  /// Runs `program` with rank i on host i; rank 0 keeps the store.
-  std::string command(int rank, const std::string& program, const std::string& body) const {
-    return "ip netns exec " + names_[rank] + " env RANK=" + std::to_string(rank) +
-           " LOCAL_RANK=0 WORLD_SIZE=2 " +
-           "MASTER_ADDR=10.203.77.1 MASTER_PORT=29511 GLOO_SOCKET_IFNAME=" + interfaces_[rank] +
-           " OMP_NUM_THREADS=1 " + program + " --rank-body=" + body;
-  }
-
- private:
-  static bool shell(const std::string& command) {
-    return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
-  }
-  bool ok_ = true;
-  std::vector<std::string> names_, interfaces_;
-};
-
-/// The exit codes of two processes that run the body, one on each host.
-std::vector<int> run_on(const TwoHosts& hosts, const std::string& body) {
-  std::vector<int> codes(2, -1);
-  std::vector<std::thread> runners;
-  for (int rank = 0; rank < 2; ++rank) {
-    runners.emplace_back(
-        [&, rank] { codes[rank] = std::system(hosts.command(rank, support::this_program(), body).c_str()); });
-  }
-  for (auto& runner : runners) runner.join();
-  return codes;
-}
-
-constexpr const char* kNoHosts =
-    "this machine does not allow making network namespaces (it takes root and iproute2)";
-
 TEST(ProcessWorld, CrossesNetworkNamespaces) {
   const TwoHosts hosts;
   if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
-  EXPECT_EQ(run_on(hosts, "suite"), (std::vector<int>{0, 0}));
+  EXPECT_EQ(run_on(hosts, "suite", {0, 1}), (std::vector<int>{0, 0}));
 }
 
 RANK_BODY(two_hosts) {
@@ -636,7 +586,7 @@ RANK_BODY(two_hosts) {
 TEST(ProcessWorld, SharesNoMemoryBetweenHosts) {
   const TwoHosts hosts;
   if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
-  EXPECT_EQ(run_on(hosts, "two_hosts"), (std::vector<int>{0, 0}));
+  EXPECT_EQ(run_on(hosts, "two_hosts", {0, 1}), (std::vector<int>{0, 0}));
 }
 
 RANK_BODY(host_is_lost) {
@@ -655,7 +605,7 @@ RANK_BODY(host_is_lost) {
 TEST(ProcessWorld, NoticesThatAHostIsGone) {
   const TwoHosts hosts;
   if (!hosts.ok()) GTEST_SKIP() << kNoHosts;
-  EXPECT_EQ(run_on(hosts, "host_is_lost"), (std::vector<int>{0, 0}));
+  EXPECT_EQ(run_on(hosts, "host_is_lost", {0, 1}), (std::vector<int>{0, 0}));
 }
 
 }  // namespace

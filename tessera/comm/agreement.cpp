@@ -4,6 +4,7 @@
 #include <tessera/comm/call_backend.h>
 #include <tessera/comm/posting.h>
 #include <tessera/comm/shared_error.h>
+#include <tessera/comm/staged.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -124,7 +125,7 @@ std::vector<int64_t> members_of(const Group& group) {
 
 Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), asked_(call), scope_(this) {
   if (group_ && group_->getSize() > 1) {
-    backend_ = backend_for(group_);
+    backend_ = carrier_of(backend_for(group_));
     const std::string name = backend_->getBackendName();
     if (dynamic_cast<const CallBackend*>(backend_.get())) {
       comparison_ = Comparison::posts;

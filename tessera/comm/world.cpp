@@ -7,6 +7,7 @@
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/comm/sockets.h>
+#include <tessera/comm/staged.h>
 #include <tessera/comm/store.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/hub.h>
@@ -236,7 +237,8 @@ Group World::find_or_make(GroupKey key) {
   request.member = std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin();
   request.name = c10::str(key.backend, "/", c10::DeviceTypeName(device, true), "/", members_text(ranks));
   if (!key.purpose.empty()) request.name += "/" + key.purpose;
-  request.device = device;
+  const bool is_staged = !comm::carries(key.backend, device);
+  request.device = is_staged ? c10::DeviceType::CPU : device;
   request.timeout = timeout();
   request.hub = options_.hub;
 
@@ -265,12 +267,14 @@ Group World::find_or_make(GroupKey key) {
   wait.reset();
   if (process_rank_ && key.backend != "gloo") process_rank_->add_abortable(backend);
   if (options_.check_collectives && !compares_by_itself(key.backend)) {
-    backend = make_checked(std::move(backend), key.ranks, device);
+    backend = make_checked(std::move(backend), key.ranks, request.device);
   }
+  if (is_staged) backend = comm::make_staged(std::move(backend));
   auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(request.member),
                                                        static_cast<int>(ranks.size()));
   const auto type = c10d::ProcessGroup::strToBackendType(key.backend);
   group->setBackend(device, type, backend);
+  if (is_staged) group->setBackend(c10::DeviceType::CPU, type, backend);
   if (options_.dry_run) group->setBackend(c10::DeviceType::Meta, type, backend);
   group->setDefaultBackend(type);
   group->setGroupName(request.name);

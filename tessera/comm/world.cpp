@@ -1,3 +1,4 @@
+#include <tessera/carried.h>
 #include <tessera/comm/backends.h>
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
@@ -126,6 +127,7 @@ std::string backend_for(const World& world, const Backends& backends, c10::IntAr
 }
 
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;
+using CarriedWorld = Carried<std::shared_ptr<World>, WorldScope>;
 
 struct ProcessWorld {
   std::mutex mutex;
@@ -145,6 +147,7 @@ void check_no_world() {
 
 std::shared_ptr<World> find_world() {
   if (const auto& world = ThreadWorld::current()) return world;
+  if (const auto* world = CarriedWorld::find()) return *world;
   std::lock_guard lock(process_world().mutex);
   return process_world().world;
 }
@@ -378,8 +381,8 @@ std::shared_ptr<World> current_world() {
 
 bool has_current_world() { return find_world() != nullptr; }
 
-WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(std::move(world)) {}
-WorldScope::~WorldScope() = default;
+WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(world) { CarriedWorld::push(std::move(world)); }
+WorldScope::~WorldScope() { CarriedWorld::pop(); }
 
 std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
   {

@@ -1,10 +1,18 @@
+#include <tessera/carried.h>
 #include <tessera/span.h>
 
 namespace tessera {
 
-SpanObserver::SpanObserver() : scope_(this) {}
-SpanObserver::~SpanObserver() = default;
+namespace {
+using CarriedSpans = Carried<SpanObserver*, SpanObserver>;
+}
 
-SpanObserver* SpanObserver::innermost() { return ThreadScope<SpanObserver*, SpanObserver>::current(); }
+SpanObserver::SpanObserver() : scope_(this) { CarriedSpans::push(this); }
+SpanObserver::~SpanObserver() { CarriedSpans::pop(); }
+
+SpanObserver* SpanObserver::innermost() {
+  if (SpanObserver* const own = ThreadScope<SpanObserver*, SpanObserver>::current()) return own;
+  return CarriedSpans::find_or(nullptr);
+}
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <tessera/comm/hierarchical.h>
 #include <tessera/comm/posting.h>
 #include <tessera/comm/shared_error.h>
+#include <tessera/comm/staged.h>
 #include <tessera/error.h>
 
 #include <algorithm>
@@ -125,7 +126,7 @@ std::vector<int64_t> members_of(const Group& group) {
 
 Agreement::Agreement(const char* call, Group group) : group_(std::move(group)), asked_(call), scope_(this) {
   if (group_ && group_->getSize() > 1) {
-    backend_ = backend_for(group_);
+    backend_ = carrier_of(backend_for(group_));
     const std::string name = backend_->getBackendName();
     const auto* calls = dynamic_cast<const CallBackend*>(backend_.get());
     if (calls && calls->compares()) {

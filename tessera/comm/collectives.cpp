@@ -10,6 +10,7 @@
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/reduction.h>
 #include <tessera/comm/shm/backend.h>
+#include <tessera/comm/staged.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/waits.h>
 #include <tessera/error.h>
@@ -120,9 +121,14 @@ void reduce_locally(const at::Tensor& target, const Tensors& parts, const Reduce
   if (target.numel() == 0) return;
   CallBuilder factor(Collective::all_reduce, CallBuilder::Content::data);
   const double premul = factor.reduction(op).build().factor;
-  const at::Tensor dense = is_plain(target) ? target : at::empty_like(target, at::MemoryFormat::Contiguous);
+  const bool in_place = target.is_cpu() && is_plain(target);
+  const at::Tensor dense = in_place ? target : at::empty(target.sizes(), target.options().device(at::kCPU));
+  Tensors here;  // on the host
   std::vector<std::byte*> sources;
-  for (const at::Tensor& part : parts) sources.push_back(static_cast<std::byte*>(part.data_ptr()));
+  for (const at::Tensor& part : parts) {
+    here.push_back(part.cpu());
+    sources.push_back(static_cast<std::byte*>(here.back().data_ptr()));
+  }
   std::byte* out = static_cast<std::byte*>(dense.data_ptr());
   reduce_values(target.scalar_type(), op.op_, premul, sources.data(), static_cast<int64_t>(sources.size()),
                 &out, 1, 0, target.numel());
@@ -266,6 +272,15 @@ CallBuilder sizes_in(Collective kind) { return CallBuilder(kind, CallBuilder::Co
 
 Pending::Pending(Group group, c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish)
     : group_(std::move(group)), work_(std::move(work)), finish_(std::move(finish)) {
+  // Who waits for a transport has to see its own work.
+  auto parts = parts_of(work_);
+  if (parts.finish) {
+    work_ = std::move(parts.work);
+    finish_ = [first = std::move(parts.finish), then = std::move(finish_)] {
+      first();
+      if (then) then();
+    };
+  }
   const Span span(SpanKind::posted, "posted", work_.get());
   if (!work_ || !is_of_processes(group_)) return;
   auto maker = ProcessRank::maker_of(group_);

@@ -1,9 +1,14 @@
+#include <tessera/carried.h>
 #include <tessera/comm/observer.h>
 
 namespace tessera::comm {
 
-Observer::Observer() : scope_(this) {}
-Observer::~Observer() = default;
+namespace {
+using CarriedObserver = Carried<Observer*, Observer>;
+}
+
+Observer::Observer() : scope_(this) { CarriedObserver::push(this); }
+Observer::~Observer() { CarriedObserver::pop(); }
 
 WhileAgreeing::WhileAgreeing() : scope_(true) {}
 WhileAgreeing::~WhileAgreeing() = default;
@@ -13,6 +18,9 @@ MemoryInFlight::MemoryInFlight() : scope_(true) {}
 MemoryInFlight::~MemoryInFlight() = default;
 bool MemoryInFlight::is_alive() { return ThreadScope<bool, MemoryInFlight>::current(); }
 
-Observer* Observer::innermost() { return ThreadScope<Observer*, Observer>::current(); }
+Observer* Observer::innermost() {
+  if (Observer* const own = ThreadScope<Observer*, Observer>::current()) return own;
+  return CarriedObserver::find_or(nullptr);
+}
 
 }  // namespace tessera::comm

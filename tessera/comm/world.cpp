@@ -1,3 +1,4 @@
+#include <tessera/carried.h>
 #include <tessera/comm/backends.h>
 #include <tessera/comm/blocking.h>
 #include <tessera/comm/checked.h>
@@ -8,6 +9,7 @@
 #include <tessera/comm/process_rank.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/comm/sockets.h>
+#include <tessera/comm/staged.h>
 #include <tessera/comm/store.h>
 #include <tessera/comm/threads/backend.h>
 #include <tessera/comm/threads/hub.h>
@@ -131,6 +133,7 @@ std::string backend_for(const World& world, const Backends& backends, c10::IntAr
 }
 
 using ThreadWorld = ThreadScope<std::shared_ptr<World>, WorldScope>;
+using CarriedWorld = Carried<std::shared_ptr<World>, WorldScope>;
 
 struct ProcessWorld {
   std::mutex mutex;
@@ -150,6 +153,7 @@ void check_no_world() {
 
 std::shared_ptr<World> find_world() {
   if (const auto& world = ThreadWorld::current()) return world;
+  if (const auto* world = CarriedWorld::find()) return *world;
   std::lock_guard lock(process_world().mutex);
   return process_world().world;
 }
@@ -242,7 +246,8 @@ Group World::find_or_make(GroupKey key) {
   request.member = std::find(ranks.begin(), ranks.end(), rank()) - ranks.begin();
   request.name = c10::str(key.backend, "/", c10::DeviceTypeName(device, true), "/", members_text(ranks));
   if (!key.purpose.empty()) request.name += "/" + key.purpose;
-  request.device = device;
+  const bool is_staged = !comm::carries(key.backend, device);
+  request.device = is_staged ? c10::DeviceType::CPU : device;
   request.timeout = timeout();
   request.hub = options_.hub;
 
@@ -273,12 +278,14 @@ Group World::find_or_make(GroupKey key) {
   wait.reset();
   if (process_rank_ && key.backend != "gloo") process_rank_->add_abortable(backend);
   if (options_.check_collectives && !compares_by_itself(key.backend)) {
-    backend = make_checked(std::move(backend), key.ranks, device);
+    backend = make_checked(std::move(backend), key.ranks, request.device);
   }
+  if (is_staged) backend = comm::make_staged(std::move(backend));
   auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(request.member),
                                                        static_cast<int>(ranks.size()));
   const auto type = c10d::ProcessGroup::strToBackendType(key.backend);
   group->setBackend(device, type, backend);
+  if (is_staged) group->setBackend(c10::DeviceType::CPU, type, backend);
   if (options_.dry_run) group->setBackend(c10::DeviceType::Meta, type, backend);
   group->setDefaultBackend(type);
   group->setGroupName(request.name);
@@ -382,8 +389,8 @@ std::shared_ptr<World> current_world() {
 
 bool has_current_world() { return find_world() != nullptr; }
 
-WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(std::move(world)) {}
-WorldScope::~WorldScope() = default;
+WorldScope::WorldScope(std::shared_ptr<World> world) : scope_(world) { CarriedWorld::push(std::move(world)); }
+WorldScope::~WorldScope() { CarriedWorld::pop(); }
 
 std::shared_ptr<World> init_process_group(const std::string& backend, std::chrono::milliseconds timeout) {
   {

@@ -9,10 +9,8 @@ namespace {
 
 /// Autograd comes with the backend's key; autocast is chosen by the device and has to be named.
 c10::DispatchKeySet keys_of(const at::Tensor& local) {
-  const c10::DispatchKeySet keys(kDTensorKey);
-  if (local.device().is_cpu()) return keys.add(c10::DispatchKey::AutocastCPU);
-  if (local.device().is_cuda()) return keys.add(c10::DispatchKey::AutocastCUDA);
-  return keys;
+  return c10::DispatchKeySet(kDTensorKey) |
+         c10::getAutocastRelatedKeySetFromBackend(local.key_set().highestBackendKey());
 }
 
 /// Gives memory that views may share new values. Where elements share it, as in what was expanded, they do so

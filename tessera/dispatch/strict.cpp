@@ -1,3 +1,4 @@
+#include <tessera/carried.h>
 #include <tessera/dispatch/guards.h>
 #include <tessera/dispatch/strict_state.h>
 #include <tessera/error.h>
@@ -22,8 +23,9 @@ Strict::Strict(StrictOptions options)
       scope_(state_.get()) {
   TESSERA_CHECK_VALUE(state_->options.above >= 0, "Strict: `above` is ", state_->options.above,
                       " bytes: expected 0 or more.");
+  Carried<State*, Strict>::push(state_.get());
 }
-Strict::~Strict() = default;
+Strict::~Strict() { Carried<State*, Strict>::pop(); }
 
 const StrictOptions& Strict::options() const { return state_->options; }
 const std::vector<ImplicitMove>& Strict::moves() const { return state_->moves(); }
@@ -41,7 +43,8 @@ int64_t Strict::bytes() const {
 }
 
 Strict::State* Strict::current() {
-  State* const innermost = ThreadScope<State*, Strict>::current();
+  State* innermost = ThreadScope<State*, Strict>::current();
+  if (!innermost) innermost = Carried<State*, Strict>::find_or(nullptr);
   if (innermost || implicit_communication() == ImplicitCommunication::allowed) return innermost;
   // Of guards that are no Strict, and of the environment: what was warned about is remembered for the thread.
   thread_local State everything(StrictOptions{});

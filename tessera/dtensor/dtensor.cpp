@@ -294,6 +294,9 @@ DTensor DTensor::from_local(const at::Tensor& local, const DeviceMesh& mesh, Pla
   if (local.defined() && !is_dtensor(local) && is_dual(local))
     return DTensor(
         of_dual(local, [&](const at::Tensor& t) { return from_local(t, mesh, placements, options); }));
+  if (local.defined() && !is_dtensor(local) && !local.is_meta() &&
+      local.device().type() != mesh.device_type())
+    return from_local(local.to(mesh.device_type()), mesh, std::move(placements), options);
   // Without run_check, nothing is exchanged, and so nothing compared.
   const Group compared = options.run_check ? mesh.joint_group_or_null() : Group();
   const comm::Agreement agreement("from_local", compared, [&] {

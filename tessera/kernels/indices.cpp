@@ -13,8 +13,14 @@ namespace {
 at::Tensor checked(const at::Tensor& global, int64_t size, IndexKind kind) {
   const at::Tensor indices =
       kind.wraps ? at::where(at::lt(global, 0), at::add(global, size), global) : global;
-  if (indices.numel() == 0 || !indices.is_cpu()) return indices;
+  if (indices.numel() == 0 || indices.is_meta()) return indices;
   const auto [lowest, highest] = at::aminmax(indices);
+  if (!indices.is_cpu()) {
+    // A look at them would wait for the device, which checks them by itself, as its own kernels do.
+    at::_assert_async(at::logical_and(at::ge(lowest, 0), at::lt(highest, size)),
+                      c10::str("an index is out of range in a dim of size ", size));
+    return indices;
+  }
   if (lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size) return indices;
   const std::string message = c10::str("an index is out of range: indices go from ", lowest.item<int64_t>(),
                                        " to ", highest.item<int64_t>(), " in a dim of size ", size, ".");

@@ -40,7 +40,8 @@ Placement selected(const Spec& spec) {
 at::Tensor index_of(const NamedArguments& arguments) {
   if (!arguments.has("indices")) return arguments.tensor("index");
   for (const c10::IValue& item : arguments["indices"].toListRef()) {
-    if (is_index(item)) return item.toTensor();
+    // These operators take indices of the host for values of a device, but masks made of them have to be there.
+    if (is_index(item)) return item.toTensor().to(arguments.tensor("self").device());
   }
   return {};
 }

@@ -157,11 +157,18 @@ Stack nll_of_local_classes(const Spec& input, int64_t class_dim, const c10::Oper
   const at::Tensor target = arguments.tensor("target");
   const at::Tensor ignored = at::eq(target, arguments["ignore_index"].toInt());
   const at::Tensor classes = at::masked_fill(target, ignored, 0);
-  if (classes.numel() > 0 && classes.is_cpu()) {
+  if (classes.numel() > 0 && !classes.is_meta()) {
     const auto [lowest, highest] = at::aminmax(classes);
-    TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size, op.schema().name(),
-                        ": targets go from ", lowest.item<int64_t>(), " to ", highest.item<int64_t>(),
-                        ", but must be classes from 0 to ", size - 1, ", or ignore_index.");
+    if (classes.is_cpu()) {
+      TESSERA_CHECK_INDEX(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < size, op.schema().name(),
+                          ": targets go from ", lowest.item<int64_t>(), " to ", highest.item<int64_t>(),
+                          ", but must be classes from 0 to ", size - 1, ", or ignore_index.");
+    } else {
+      // It checks them by itself: a look at them would wait for it.
+      at::_assert_async(at::logical_and(at::ge(lowest, 0), at::lt(highest, size)),
+                        c10::str(op.schema().name(), ": targets must be classes from 0 to ", size - 1,
+                                 ", or ignore_index."));
+    }
   }
   const at::Tensor own = at::sub(classes, input.global_offset()[class_dim]);
   const at::Tensor elsewhere = at::logical_or(at::lt(own, 0), at::ge(own, input.local_shape()[class_dim]));

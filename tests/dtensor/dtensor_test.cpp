@@ -128,7 +128,7 @@ TEST_P(Operators, SmallAndEmptyTensors) {
 
 TEST(DTensorApi, LocalAndBack) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     const at::Tensor global = numbers({5, 7});
     for (const Placements& placements : all_placements(2, 2, true)) {
       const DTensor x = distribute_tensor(global, mesh, placements);
@@ -154,7 +154,7 @@ TEST(DTensorApi, LocalAndBack) {
 /// A tensor that differs on the ranks: the first one's counts, or each one's own.
 TEST(DTensorApi, DistributeFromARank) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     const at::Tensor mine = numbers({5, 7}, get_rank());
     EXPECT_TRUE(
         at::equal(distribute_tensor(mine, mesh, {Shard(0), Shard(1)}).full_tensor(), numbers({5, 7}, 0)));
@@ -168,7 +168,7 @@ TEST(DTensorApi, DistributeFromARank) {
 
 TEST(DTensorApi, Factories) {
   run(3, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {3});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {3});
     for (const Placement& placement :
          {Replicate(), Shard(0), Shard(1), Partial(), Partial(ReduceOp::max), Partial(ReduceOp::product)}) {
       EXPECT_TRUE(at::equal(zeros({4, 5}, mesh, {placement}).full_tensor(), at::zeros({4, 5})));
@@ -186,7 +186,7 @@ TEST(DTensorApi, Factories) {
 
 TEST(DTensorApi, GradientsThroughLocalTensors) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     for (const Placement& placement : {Replicate(), Shard(0), Partial()}) {
       at::Tensor local = numbers({2, 3}, get_rank()).requires_grad_();
       const DTensor x = DTensor::from_local(local, mesh, {placement});
@@ -206,7 +206,7 @@ TEST(DTensorApi, GradientsThroughLocalTensors) {
 
 TEST(DTensorApi, TheReadmeExample) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     const at::Tensor w = distribute_tensor(numbers({6, 8}), mesh, {Replicate(), Shard(1)}).requires_grad_();
     const at::Tensor x = distribute_tensor(numbers({4, 6}, 1), mesh, {Shard(0), Replicate()});
     const ImplicitCommunicationGuard none(ImplicitCommunication::forbidden);
@@ -223,7 +223,7 @@ TEST(DTensorApi, TheReadmeExample) {
 // Also by a rank alone, and as the at::Tensor that it is.
 TEST(DTensorApi, GradientsOfLocalTensorsKeepTheShardOrder) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     const at::Tensor weights = numbers({8, 3}, 3);
     for (const std::vector<int64_t>& order : {std::vector<int64_t>{0, 1}, {1, 0}}) {
       const Placements rows{Shard(0), Shard(0)};
@@ -249,7 +249,7 @@ TEST(DTensorApi, PrintsWhatTheRankHolds) {
       out << tensor;
       return out.str();
     };
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor global = numbers({4, 6});
     const at::Tensor columns = distribute_tensor(global, mesh, {Shard(1)});
     const at::Tensor sum = columns.sum(), view = columns.view({3, 8});
@@ -272,7 +272,7 @@ TEST(DTensorApi, PrintsWhatTheRankHolds) {
 
 TEST(DTensorAutograd, TwiceAndAgainAndHooks) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor start = numbers({4, 3});
     at::Tensor plain = start.clone().requires_grad_();
     at::Tensor x = distribute_tensor(start, mesh, {Shard(0)}).requires_grad_();
@@ -296,7 +296,7 @@ TEST(DTensorAutograd, TwiceAndAgainAndHooks) {
 
 TEST(DTensorInPlace, WritesStayInTheirPlacement) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     for (const Placements& placements : all_placements(2, 2, true)) {
       at::Tensor plain = numbers({5, 4});
       at::Tensor x = distribute_tensor(plain, mesh, placements);
@@ -319,7 +319,7 @@ TEST(DTensorInPlace, WritesStayInTheirPlacement) {
 
 TEST(DTensorViews, ShareMemoryOrWriteThrough) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     at::Tensor plain = numbers({4, 6});
     at::Tensor x = distribute_tensor(plain, mesh, {Shard(0)});
     x.t().mul_(2);
@@ -350,7 +350,7 @@ TEST(DTensorViews, ShareMemoryOrWriteThrough) {
 
 TEST(DTensorModes, InferenceNoGradAndAutocastFreeCode) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Shard(0)}).requires_grad_();
     {
       const c10::InferenceMode inference;
@@ -367,7 +367,7 @@ TEST(DTensorModes, InferenceNoGradAndAutocastFreeCode) {
 
 TEST(DTensorValues, ItemAndEqualAreGlobal) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Shard(0)});
     const at::Tensor p = distribute_tensor(numbers({4, 6}), mesh, {Partial()});
     EXPECT_EQ(p.sum().item<float>(), numbers({4, 6}).sum().item<float>());
@@ -411,7 +411,7 @@ TEST(DTensorApi, GradientsThroughRedistribute) {
       pairs.resize(pairs.size() / (shape.size() == 3 ? 397 : 7) + 1);
     }
     run(c10::multiply_integers(shape), [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+      const DeviceMesh mesh = init_device_mesh(test_device(), shape);
       for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{4, 6}, {5, 7}, {1, 3}, {0, 2}}) {
         const at::Tensor weights = numbers(sizes, 4);
         const DTensor replicated =
@@ -436,7 +436,7 @@ TEST(DTensorApi, GradientsThroughRedistribute) {
 
 TEST(DTensorApi, RedistributeSearchesOnceForItsPlan) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const DTensor x = distribute_tensor(numbers({4, 6}).requires_grad_(), mesh, {Shard(0)});
     DTensor::RedistributeOptions half;
     half.forward_dtype = at::kHalf;
@@ -457,7 +457,7 @@ TEST(DTensorApi, RedistributeSearchesOnceForItsPlan) {
 
 TEST(DTensorApi, RedistributeInAnotherDtype) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const DTensor x = distribute_tensor(numbers({4, 6}).requires_grad_(), mesh, {Shard(0)});
     DTensor::RedistributeOptions options;
     options.forward_dtype = at::kBFloat16;
@@ -473,7 +473,7 @@ TEST(DTensorApi, RedistributeInAnotherDtype) {
 
 TEST(DTensorApi, FlattenAndBack) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     const DTensor x = distribute_tensor(numbers({5, 7}).requires_grad_(), mesh, {Shard(0), Shard(1)});
     const auto [local, context] = x.flatten();
     EXPECT_EQ(context.str(), "[S(0), S(1)] on mesh(dp=2, tp=2): f32[5, 7] requires_grad");
@@ -501,7 +501,7 @@ TEST(DTensorApi, FlattenAndBack) {
 
 TEST(DTensorAutograd, DoubleBackward) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     auto second = [](const at::Tensor& y, const at::Tensor& x) {
       const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}, {}, true, /*create_graph=*/true)[0];
       return torch::autograd::grad({(gradient * gradient).sum()}, {x})[0];
@@ -529,7 +529,7 @@ TEST(DTensorAutograd, DoubleBackward) {
 
 TEST(DTensorAutograd, SetDataAndDetachInPlace) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     at::Tensor x = distribute_tensor(numbers({4, 3}), mesh, {Shard(0)}).requires_grad_();
     x.set_data(distribute_tensor(numbers({4, 3}, 1), mesh, {Shard(1)}));
     EXPECT_EQ(DTensor(x).placements(), Placements{Shard(1)});
@@ -559,7 +559,7 @@ int64_t resident_bytes() {
 /// Ten thousand mixed steps with numbers that change: neither the cache nor the specs nor the process grow.
 TEST(DTensorCache, DoesNotGrow) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     at::Tensor w = distribute_tensor(numbers({4, 4}), mesh, {Shard(1)}).requires_grad_();
     const at::Tensor x = distribute_tensor(numbers({4, 4}, 1), mesh, {Shard(0)});
     auto step = [&](int i) {
@@ -586,7 +586,7 @@ TEST(DTensorCache, DoesNotGrow) {
 TEST(DTensorCache, IsBounded) {
   run(1, [] {
     set_dispatch_cache_capacity(50);
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {1});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {1});
     for (int64_t size = 1; size < 300; ++size) {
       const at::Tensor x = zeros({size}, mesh, {Shard(0)});
       EXPECT_EQ((x + x).numel(), size);
@@ -613,7 +613,7 @@ TEST(DTensorOperators, OfOtherLibraries) {
                       .findSchemaOrThrow("tessera_test::plus_one", "")
                       .typed<at::Tensor(const at::Tensor&)>();
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const DTensor x = distribute_tensor(numbers({4, 3}), mesh, {Shard(0)});
     EXPECT_TRUE(at::equal(DTensor(op.call(x)).full_tensor(), numbers({4, 3}) + 1));
   });
@@ -621,13 +621,13 @@ TEST(DTensorOperators, OfOtherLibraries) {
 
 TEST(DTensorModes, Autocast) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Shard(0)});
     const at::Tensor w = distribute_tensor(numbers({6, 4}, 1), mesh, {Replicate()});
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(test_device(), true);
+    at::autocast::set_autocast_dtype(test_device(), at::kBFloat16);
     const at::Tensor y = at::mm(x, w);
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(test_device(), false);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     EXPECT_EQ(DTensor(y).placements(), Placements{Shard(0)});
     expect_close(DTensor(y).full_tensor().to(at::kFloat), at::mm(numbers({4, 6}), numbers({6, 4}, 1)),
@@ -639,26 +639,26 @@ TEST(DTensorModes, Autocast) {
 /// wait.
 TEST(DTensorModes, AutocastOfPartialLeaves) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Replicate()});
     const at::Tensor w = DTensor::from_local(numbers({6, 4}, get_rank()), mesh, {Partial()}).detach();
     w.requires_grad_();
     EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(test_device(), true);
+    at::autocast::set_autocast_dtype(test_device(), at::kBFloat16);
     const at::Tensor y = at::mm(x, w);
     expect_close(DTensor(y).full_tensor().to(at::kFloat),
                  at::mm(numbers({4, 6}), numbers({6, 4}, 0) + numbers({6, 4}, 1)).to(at::kFloat), "autocast");
     at::autocast::set_autocast_cache_enabled(true);
     EXPECT_THAT(error_of([&] { at::mm(x, w); }), HasSubstr("on ranks that are threads"));
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(test_device(), false);
   });
 }
 
 /// Shapes and placements without data, to be filled later.
 TEST(DTensorModes, MetaDevice) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const at::TensorOptions meta = at::TensorOptions().device(at::kMeta);
     const DTensor w = empty({6, 4}, mesh, {Shard(1)}, meta);
     const DTensor x = empty({4, 6}, mesh, {Shard(0)}, meta);
@@ -674,7 +674,7 @@ TEST(DTensorModes, MetaDevice) {
 
 RANK_BODY(on_processes) {
   launch(1, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     auto loss = [](const at::Tensor& x, const at::Tensor& w) {
       return at::softmax(at::relu(at::mm(x, w)), 1).pow(2).sum();
     };
@@ -695,7 +695,7 @@ TEST(DTensorProcesses, Sample) { testing::expect_ok_over_processes("on_processes
 
 TEST(DTensorInPlace, OutVariants) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
       const at::Tensor x = distribute_tensor(numbers({5, 4}), mesh, {Shard(0)});
       at::Tensor out = zeros({5, 4}, mesh, {placement});
@@ -710,7 +710,7 @@ TEST(DTensorInPlace, OutVariants) {
 
 TEST(DTensorInPlace, BecomesAnother) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     at::Tensor x = distribute_tensor(numbers({4, 3}), mesh, {Shard(0)});
     at::Tensor y = distribute_tensor(numbers({2, 6}, 1), mesh, {Shard(1)});
     x.set_(x);
@@ -730,7 +730,7 @@ TEST(DTensorInPlace, BecomesAnother) {
 
 TEST(DTensorInPlace, CannotBeReallocated) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     for (const Placement& placement : {Replicate(), Shard(1)}) {
       at::Tensor x = distribute_tensor(numbers({1, 4}), mesh, {placement});
       expect_error<c10::Error>([&] { x.resize_({2, 2}); }, {"cannot be changed in place"});
@@ -744,18 +744,18 @@ TEST(DTensorInPlace, CannotBeReallocated) {
 
 TEST(DTensorErrors, AreForPeople) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     const at::Tensor x = distribute_tensor(numbers({4, 6}), mesh, {Shard(0), Replicate()});
     expect_error<c10::ValueError>(
         [&] {
-          x + at::ones({4, 6});
+          x + at::ones({4, 6}, test_device());
         },
         {"aten::add", "'other'", "[4, 6]", "distribute_tensor", "ImplicitReplicationGuard"});
     {
       const ImplicitReplicationGuard guard;
-      EXPECT_TRUE(at::equal(DTensor(x + at::ones({4, 6})).full_tensor(), numbers({4, 6}) + 1));
+      EXPECT_TRUE(at::equal(DTensor(x + at::ones({4, 6}, test_device())).full_tensor(), numbers({4, 6}) + 1));
     }
-    const DeviceMesh flat = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh flat = init_device_mesh(test_device(), {4});
     expect_error<c10::ValueError>(
         [&] {
           x + distribute_tensor(numbers({4, 6}), flat, {Shard(0)});
@@ -810,7 +810,7 @@ TEST(DTensorErrors, AsOnOneDevice) {
       },
   };
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     for (size_t i = 0; i < calls.size(); ++i) {
       const std::string expected = error_of([&] { calls[i](numbers({5, 4})); });
       ASSERT_NE(expected, "");
@@ -825,17 +825,17 @@ TEST(DTensorErrors, AsOnOneDevice) {
 /// What only reads plain tensors may be asked to take them for replicas; so may what writes into them.
 TEST(DTensorInPlace, IntoPlainTensors) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Partial()}) {
       const at::Tensor x = distribute_tensor(numbers({4, 3}), mesh, {placement}, std::nullopt);
-      at::Tensor plain = at::zeros({4, 3}), rows = at::zeros({6, 3});
+      at::Tensor plain = at::zeros({4, 3}, test_device()), rows = at::zeros({6, 3}, test_device());
       expect_error<c10::ValueError>([&] { plain.copy_(x); },
                                     {"aten::copy_", "'self'", "[4, 3]", "full_tensor()", "Replication"});
       const ImplicitReplicationGuard guard;
       EXPECT_TRUE(plain.copy_(x).is_same(plain));
-      rows.index_add_(0, at::tensor({5, 0, 0, 3}), x);
+      rows.index_add_(0, at::tensor({5, 0, 0, 3}).to(test_device()), x);
       EXPECT_TRUE(at::equal(plain, numbers({4, 3}))) << placement;
-      EXPECT_TRUE(at::equal(rows, at::zeros({6, 3}).index_add_(0, at::tensor({5, 0, 0, 3}), plain)))
+      EXPECT_TRUE(at::equal(rows, at::zeros({6, 3}).index_add_(0, at::tensor({5, 0, 0, 3}), plain.cpu())))
           << placement;
     }
   });
@@ -846,12 +846,12 @@ TEST(DTensorOnMeta, EachRankAllocatesItsShardLater) {
     at::Tensor drawn;
     run(1, [&] {
       random::manual_seed(3);
-      drawn = randn({5, 4}, init_device_mesh(at::kCPU, {1}), {Replicate()}).full_tensor();
+      drawn = randn({5, 4}, init_device_mesh(test_device(), {1}), {Replicate()}).full_tensor();
     });
     return drawn;
   }();
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     const at::TensorOptions meta = at::TensorOptions().device(at::kMeta);
     for (const DTensor& x : {distribute_tensor(at::empty({5, 4}, meta).requires_grad_(), mesh, {Shard(0)}),
                              distribute_tensor(at::empty({5, 4}, meta), mesh, {Shard(0)}, std::nullopt),
@@ -876,7 +876,7 @@ TEST(DTensorOnMeta, EachRankAllocatesItsShardLater) {
 
 TEST(DTensorErrors, RanksOutsideTheMesh) {
   run(3, [] {
-    const DeviceMesh mesh(at::kCPU, {2}, {0, 2});
+    const DeviceMesh mesh(test_device(), {2}, {0, 2});
     const DTensor x = distribute_tensor(numbers({4, 6}), mesh, {Shard(0)});
     EXPECT_EQ(x.sizes(), at::IntArrayRef({4, 6}));
     if (get_rank() != 1) {

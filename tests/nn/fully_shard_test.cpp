@@ -31,6 +31,7 @@ namespace {
 using testing::expect_close;
 using testing::expect_error;
 using testing::small;
+using testing::test_device;
 using torch::nn::Module;
 
 const gpt::Config kConfig{.vocabulary = 19, .context = 10, .width = 16, .heads = 4, .layers = 3};
@@ -123,7 +124,7 @@ void train_as(const Case& each, const Expected& expected) {
   const auto body = [&] {
     const bool flat = each.shape.size() == 1;
     const DeviceMesh mesh = init_device_mesh(
-        at::kCPU, each.shape,
+        test_device(), each.shape,
         flat ? DeviceMesh::Names{"dp"} : DeviceMesh::Names{"dp", each.tensor_parallel ? "tp" : "shard"});
     gpt::GPT model = make_gpt();
     if (each.tensor_parallel) {
@@ -166,7 +167,7 @@ TEST(FullyShard, TrainsAsOneDevice) {
 /// last one, which are still there; one reduce-scatter. The least bytes that there are, as widths divide.
 TEST(FullyShard, CommunicatesOncePerUnit) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     gpt::Config config = kConfig;
     config.vocabulary = 20;
     config.context = 12;
@@ -212,7 +213,7 @@ class GatherObserver final : public comm::Observer {
 /// After forward, parameters stay sharded over neighbours, who gather them for backward.
 TEST(FullyShard, NeighboursGatherForBackward) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(8, 8), torch::nn::Linear(8, 8));
     const FullyShardOptions options{.reshard_after_forward = true, .post_forward_ranks = 2, .overlap = false};
     for (size_t i = 0; i < net->size(); ++i) fully_shard(*net->ptr(i), mesh, options);
@@ -275,7 +276,7 @@ TORCH_MODULE(Seeing);
 TEST(FullyShard, GathersAhead) {
   for (const bool overlap : {true, false}) {
     run(2, [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+      const DeviceMesh mesh = init_device_mesh(test_device(), {2});
       torch::nn::Sequential net{Seeing(), Seeing(), Seeing(), Seeing()};
       for (size_t i = 0; i < net->size(); ++i) fully_shard(*net->ptr(i), mesh, {.overlap = overlap});
       fully_shard(*net, mesh, {.overlap = overlap});
@@ -295,7 +296,7 @@ TEST(FullyShard, GathersAhead) {
 /// Of HSDP: replicas reduce their shards alone.
 TEST(FullyShard, ReplicasReduceShards) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"replicate", "shard"});
     torch::nn::Sequential net(torch::nn::Linear(8, 16), torch::nn::Linear(16, 8));
     fully_shard(*net, mesh);
     const at::Tensor loss = net->forward(batch_on(small({8, 8}), mesh, 2)).pow(2).sum();
@@ -367,7 +368,7 @@ TEST(FullyShard, NeedsNoMoreMemoryThanSaid) {
     bool overlap;
   };
   const auto train = [](const Way& way, CountingAllocator::Bytes& mine) {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {way.ranks});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {way.ranks});
     torch::nn::Sequential net(torch::nn::Linear(kWidth, kWidth / 2));
     for (int64_t i = 0; i < kLayers; ++i)
       net->push_back(torch::nn::Linear(i == 0 ? kWidth / 2 : kWidth, kWidth));
@@ -456,7 +457,7 @@ TEST(FullyShard, TakesAnyParameters) {
     loss_of(reference, small({batch, 5}, 9)).backward();
     for (const bool nested : {false, true}) {
       run(4, [&] {
-        const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+        const DeviceMesh mesh = init_device_mesh(test_device(), {4});
         Net net;
         if (nested) fully_shard(*net->second, mesh);
         fully_shard(*net, mesh, {.reshard_after_forward = true});
@@ -474,7 +475,7 @@ TEST(FullyShard, LeavesIgnoredParametersAlone) {
   Net reference;
   loss_of(reference, small({8, 5}, 9)).backward();
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     Net net;
     distribute_parameter(*net->second, "weight", mesh, {Replicate()});
     fully_shard(*net, mesh, {.ignored_params = {net->second->weight}});
@@ -523,7 +524,7 @@ TEST(FullyShard, TakesAnyShapes) {
     Any reference(seed);
     reference->forward(small({5, 7}, 9)).pow(2).sum().backward();
     run(seed % 3 == 0 ? 4 : 3, [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+      const DeviceMesh mesh = init_device_mesh(test_device(), shape);
       Any net(seed);
       std::mt19937_64 random(seed + 100);
       fully_shard(*net, mesh, {.shard_dim = [&](const std::string&, const at::Tensor& parameter) {
@@ -586,7 +587,7 @@ TEST(FullyShard, TrainsWithEveryOptimizer) {
     auto reference = make();
     const auto expected = losses_of(reference, make_optimizer, small({6, 5}, 9));
     run(4, [&, &name = name, &make_optimizer = make_optimizer] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+      const DeviceMesh mesh = init_device_mesh(test_device(), {4});
       auto net = make();
       fully_shard(*net->ptr(0), mesh);
       fully_shard(*net, mesh);
@@ -601,7 +602,7 @@ TEST(FullyShard, WorksWithoutGradients) {
   reference->eval();
   const at::Tensor expected = reference->forward(small({8, 5}, 9));
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     Net net;
     fully_shard(*net, mesh);
     net->eval();
@@ -624,7 +625,7 @@ TEST(FullyShard, AccumulatesGradients) {
   gpt::GPT reference = make_gpt();
   for (int64_t step = 0; step < 3; ++step) loss_of(reference, text_of(step)).backward();
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     gpt::GPT model = make_gpt();
     shard_gpt(model, mesh);
     CommDebugMode counts;
@@ -664,7 +665,7 @@ TEST(FullyShard, ReducesWhatWasKeptOfUnitsThatAreNotUsedAgain) {
   pass(reference, small({4, 5}, 1), 0);
   pass(reference, small({4, 5}, 2), 1);
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     auto net = make();
     for (size_t i = 0; i < 2; ++i) fully_shard(*net->ptr(i), mesh);
     fully_shard(*net, mesh);
@@ -689,7 +690,7 @@ struct Warnings final : c10::WarningHandler {
 TEST(FullyShard, SaysThatKeptGradientsAreDropped) {
   run(2, [] {
     torch::nn::Linear net(4, 4);
-    fully_shard(*net, init_device_mesh(at::kCPU, {2}));
+    fully_shard(*net, init_device_mesh(test_device(), {2}));
     const at::Tensor x = batch_on(small({4, 4}), DTensor(net->weight).device_mesh(), 1);
     set_requires_gradient_sync(*net, false);
     net->forward(x).sum().backward();
@@ -718,7 +719,7 @@ TEST(FullyShard, TakesAnyGraph) {
   reference->eval();
   grads(reference, small({8, 5}, 1), small({8, 5}, 2));
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     Net net;
     net->eval();
     fully_shard(*net->second, mesh);
@@ -732,7 +733,7 @@ TEST(FullyShard, ComputesInOtherDtypes) {
   gpt::GPT reference = make_gpt();
   loss_of(reference, text_of(0)).backward();
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     gpt::GPT model = make_gpt();
     shard_gpt(model, mesh, {.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
     const at::Tensor logits = model->forward(batch_on(text_of(0), mesh, 1).slice(1, 0, kConfig.context));
@@ -742,7 +743,8 @@ TEST(FullyShard, ComputesInOtherDtypes) {
     for (const auto& each : model->named_parameters()) {
       EXPECT_EQ(each.value().scalar_type(), at::kFloat);
       EXPECT_EQ(each.value().grad().scalar_type(), at::kFloat);
-      const at::Tensor difference = testing::unsharded(each.value().grad()) - expected[each.key()].grad();
+      const at::Tensor difference =
+          testing::unsharded(each.value().grad()).cpu() - expected[each.key()].grad();
       EXPECT_LT(difference.norm().item<double>(),
                 0.05 * expected[each.key()].grad().norm().item<double>() + 1e-2)
           << each.key();
@@ -753,7 +755,7 @@ TEST(FullyShard, ComputesInOtherDtypes) {
 /// Inputs of all kinds of layers are cast, however they are called; complex parameters and integers are left alone.
 TEST(FullyShard, CastsInputs) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     torch::nn::Linear linear(6, 4);
     torch::nn::LayerNorm norm(torch::nn::LayerNormOptions({6}));
     torch::nn::Sequential net(norm, linear);
@@ -779,7 +781,7 @@ TEST(FullyShard, CastsInputs) {
 /// `call` says where forward of a unit ends.
 TEST(FullyShard, FreesAfterCalls) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
     fully_shard(*net, mesh, {.reshard_after_forward = true, .mp_policy = {.output_dtype = at::kDouble}});
     const at::Tensor x = batch_on(small({4, 4}), mesh, 1);
@@ -825,18 +827,19 @@ TEST(FullyShard, IsInitialisedFromMeta) {
   std::vector<at::Tensor> expected;
   run(1, [&] {
     Layers net(at::kCPU);
-    fully_shard(*net, init_device_mesh(at::kCPU, {1}));
+    fully_shard(*net, init_device_mesh(test_device(), {1}));
     initialise(*net);
-    for (const at::Tensor& each : net->parameters()) expected.push_back(testing::unsharded(each).clone());
+    for (const at::Tensor& each : net->parameters())
+      expected.push_back(testing::unsharded(each).clone().cpu());
   });
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     Layers net(at::kMeta);
-    expect_error<c10::ValueError>([&] { to_empty(*net, at::kCPU); }, {"first", "plain"});
+    expect_error<c10::ValueError>([&] { to_empty(*net, test_device()); }, {"first", "plain"});
     fully_shard(*net, mesh);
     const at::Tensor x = batch_on(small({4, 5}), mesh, 1);
     expect_error<c10::Error>([&] { net->forward(x); }, {"first", "meta"});
-    to_empty(*net, at::kCPU);
+    to_empty(*net, test_device());
     initialise(*net);
     const auto values = net->parameters();
     for (size_t i = 0; i < values.size(); ++i) {
@@ -868,13 +871,13 @@ TEST(FullyShard, GoesOnFromACheckpoint) {
     if (first == 0) checkpoint::save(checkpoint::StateDict::of(*model, optimizer), scratch / "state");
   };
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     gpt::GPT model = make_gpt();
     shard_gpt(model, mesh);
     train_from(mesh, model, 0, 3);
   });
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     gpt::GPT model = make_gpt();
     parallelize_module(*model, mesh,
                        {{"blocks.*.up", ColwiseParallel()}, {"blocks.*.down", RowwiseParallel()}},
@@ -883,7 +886,7 @@ TEST(FullyShard, GoesOnFromACheckpoint) {
     train_from(mesh, model, 3, 6);
   });
   run(3, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {3});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {3});
     gpt::GPT model = make_gpt();
     shard_gpt(model, mesh);
     train_from(mesh, model, 3, 6);
@@ -897,7 +900,7 @@ struct Sharing : Module {
 
 TEST(FullyShard, SaysWhatIsWrong) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     Net net;
     expect_error<c10::ValueError>([&] { unshard(*net); }, {"NetImpl", "fully_shard first"});
     expect_error<c10::ValueError>([&] { set_requires_gradient_sync(*net, false); },
@@ -913,7 +916,7 @@ TEST(FullyShard, SaysWhatIsWrong) {
     expect_error<c10::IndexError>([&] { fully_shard(*net, mesh, {.shard_dim = bad_for_one}); },
                                   {"no dim 1 to shard"});
     for (const at::Tensor& each : net->parameters()) EXPECT_FALSE(DTensor::is_dtensor(each));
-    const DeviceMesh deep = init_device_mesh(at::kCPU, {1, 1, 2});
+    const DeviceMesh deep = init_device_mesh(test_device(), {1, 1, 2});
     expect_error<c10::ValueError>([&] { fully_shard(*net, deep); }, {"3 dims"});
     expect_error<c10::ValueError>([&] { fully_shard(*net, mesh, {.post_forward_ranks = 3}); },
                                   {"post_forward_ranks is 3", "the 2 ranks"});
@@ -936,7 +939,7 @@ TEST(FullyShard, SaysWhatIsWrong) {
 RANK_BODY(fully_shard_on_processes) {
   init_process_group();
   const Expected expected(4);
-  const DeviceMesh mesh = init_device_mesh(at::kCPU, {get_world_size()});
+  const DeviceMesh mesh = init_device_mesh(test_device(), {get_world_size()});
   for (const bool overlap : {true, false}) {
     gpt::GPT model = make_gpt();
     shard_gpt(model, mesh, {.overlap = overlap});

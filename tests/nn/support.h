@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include "tests/support/test_device.h"
+
 /// What the tests of modules share.
 namespace tessera::testing {
 

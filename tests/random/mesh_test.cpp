@@ -26,6 +26,7 @@ namespace {
 using testing::all_placements;
 using testing::expect_error;
 using testing::same_bits;
+using testing::test_device;
 
 constexpr uint64_t kSeed = 17;
 
@@ -133,7 +134,7 @@ const std::vector<std::pair<std::string, RandomFunction>>& functions() {
 std::map<std::string, at::Tensor> on_one_rank(const std::vector<int64_t>& shape) {
   std::map<std::string, at::Tensor> result;
   run(1, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {1});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {1});
     for (const auto& [name, function] : functions()) {
       random::manual_seed(kSeed, mesh);
       result[name] = DTensor(function({shape, mesh, {Replicate()}})).full_tensor();
@@ -154,7 +155,7 @@ TEST_P(Everywhere, TheSameNumbers) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{8, 24}, std::vector<int64_t>{5, 3}}) {
     const auto expected = on_one_rank(shape);
     run(c10::multiply_integers(GetParam()), [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, GetParam());
+      const DeviceMesh mesh = init_device_mesh(test_device(), GetParam());
       for (const Placements& placements : all_placements(mesh.ndim(), 2, true)) {
         const Given given{shape, mesh, placements};
         for (const auto& [name, function] : functions()) {
@@ -181,7 +182,7 @@ TEST(Random, OtherLayouts) {
   random::manual_seed(kSeed);
   const at::Tensor global = random::randn(shape);
   run(8, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2, 2});
     for (const Placements& placements :
          {Placements{StridedShard(0, 2), Shard(0), Replicate()}, Placements{Shard(0), Shard(0), Shard(0)},
           Placements{StridedShard(0, 4), Shard(1), Shard(0)}}) {
@@ -202,7 +203,7 @@ TEST(Random, OtherLayouts) {
 /// Those of one process, without ranks.
 TEST(Random, ThoseOfPlainFunctions) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     const Placements placements{Shard(1), Shard(0)};
     auto expect = [&](const std::function<at::Tensor()>& distributed,
                       const std::function<at::Tensor()>& plain) {
@@ -259,7 +260,7 @@ TEST(Random, NothingIsCommunicated) {
   check([](const testing::Tensors& x) { return at::multinomial(x[0], 2); }, Shard(0), Shard(0));
   // None takes the replicated fallback.
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const auto before = fallback_counts();
     rand({4}, mesh, {Shard(0)}).normal_().bernoulli_(0.5).cauchy_().log_normal_().geometric_(0.5);
     EXPECT_EQ(fallback_counts(), before);
@@ -274,14 +275,14 @@ TEST(Random, GradientsOfDropout) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1}, {3}, {2, 2}}) {
     std::mutex mutex;
     run(c10::multiply_integers(shape), [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+      const DeviceMesh mesh = init_device_mesh(test_device(), shape);
       for (const Placements& placements : all_placements(mesh.ndim(), 2, true)) {
         for (const bool feature : {false, true}) {
           random::manual_seed(kSeed, mesh);
           const at::Tensor x = distribute_tensor(values, mesh, placements).requires_grad_();
           const at::Tensor y = feature ? at::feature_dropout(x, 0.5, true) : at::dropout(x, 0.5, true);
           (y * 3).sum().backward();
-          const at::Tensor factors = DTensor(x.grad()).full_tensor() / 3;
+          const at::Tensor factors = DTensor(x.grad()).full_tensor().cpu() / 3;
           EXPECT_TRUE(at::equal(DTensor(y.detach()).full_tensor(), values * factors)) << placements;
           if (feature) continue;
           const std::lock_guard lock(mutex);
@@ -298,7 +299,7 @@ TEST(Random, AttentionWithDropout) {
   for (const int64_t ranks : {1, 4}) {
     std::mutex mutex;
     run(ranks, [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, {ranks});
+      const DeviceMesh mesh = init_device_mesh(test_device(), {ranks});
       for (const Placement& placement : {Replicate(), Shard(0), Shard(1), Shard(2)}) {
         random::manual_seed(kSeed, mesh);
         const at::Tensor q =
@@ -318,7 +319,7 @@ TEST(Random, AttentionWithDropout) {
 /// What is computed again in the backward pass draws the same numbers again.
 TEST(Random, Replay) {
   run(3, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {3});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {3});
     random::manual_seed(1);
     const at::Tensor x = distribute_tensor(testing::numbers({6, 4}), mesh, {Shard(0)});
     const random::Snapshot before = random::get_state();
@@ -339,7 +340,7 @@ TEST(Random, Replay) {
 /// Ranks that do not all do the same need generators of their own.
 TEST(Random, SomeRanksHaveTheirOwn) {
   run(4, [] {
-    const DeviceMesh root = init_device_mesh(at::kCPU, {2, 2}, {"stage", "tp"});
+    const DeviceMesh root = init_device_mesh(test_device(), {2, 2}, {"stage", "tp"});
     const DeviceMesh mine = root["tp"];
     random::manual_seed(1, root);
     const int64_t stage = root.get_local_rank("stage");
@@ -362,7 +363,7 @@ TEST(Random, SomeRanksHaveTheirOwn) {
   });
   // A rank outside the mesh is not concerned.
   run(3, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     random::manual_seed(1);
     random::manual_seed(5, mesh);
     EXPECT_EQ(random::default_generator(mesh).state().seed, mesh.is_member() ? 5u : 1u);
@@ -379,7 +380,7 @@ TEST(Random, NumbersOfEachRank) {
   std::vector<at::Tensor> first(4), of_torch(4);
   for (int round = 0; round < 2; ++round) {
     run(4, [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+      const DeviceMesh mesh = init_device_mesh(test_device(), {4});
       random::manual_seed(8);
       const at::Tensor mine = random::randn({100}, {}, random::rank_generator());
       const at::Tensor plain = at::randn({100}, random::torch_generator());
@@ -400,7 +401,7 @@ TEST(Random, NumbersOfEachRank) {
 
 TEST(Random, DifferentSeedsAreFound) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     random::manual_seed(get_rank() == 2 ? 6 : 5);
     expect_error<c10::Error>([&] { random::check_agreement(mesh); },
                              {"rank 0 is at seed 5 stream 0 call 0", "rank 2 at seed 6"});
@@ -427,7 +428,7 @@ TEST(Random, GeneratorsOfLibtorch) {
   std::mutex mutex;
   for (const int64_t ranks : {1, 3}) {
     run(ranks, [&] {
-      const DeviceMesh mesh = init_device_mesh(at::kCPU, {ranks});
+      const DeviceMesh mesh = init_device_mesh(test_device(), {ranks});
       const auto state = random::get_state();
       for (const Placement& placement : {Replicate(), Shard(0), Partial()}) {
         const at::Generator given = at::make_generator<at::CPUGeneratorImpl>(3);
@@ -446,7 +447,7 @@ TEST(Random, GeneratorsOfLibtorch) {
 
 TEST(Random, PartialIsWhatWasDrawnForTheGlobalTensor) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::max}) {
       at::Tensor x = zeros({5}, mesh, {Partial(op)});
       random::manual_seed(1);
@@ -460,7 +461,7 @@ TEST(Random, PartialIsWhatWasDrawnForTheGlobalTensor) {
 
 TEST(Random, ErrorsAreForPeople) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     at::Tensor x = empty({4}, mesh, {Shard(0)}), global = empty({4}, mesh, {Shard(0)}, at::kInt);
     expect_error<c10::Error>([&] { x.uniform_(2, 1); }, {"uniform", "ascending"});
     expect_error<c10::NotImplementedError>([&] { global.normal_(); }, {"normal", "Int"});
@@ -472,7 +473,7 @@ TEST(Random, ErrorsAreForPeople) {
 /// As processes: the same numbers as those of threads.
 RANK_BODY(random_on_processes) {
   launch(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     random::manual_seed(kSeed, mesh);
     const DTensor x = randn({5, 3}, mesh, {Shard(0)});
     const at::Tensor y = at::dropout(x, 0.5, true);

@@ -15,6 +15,7 @@
 #include "tests/redistribute/cases.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
+#include "tests/support/test_device.h"
 
 namespace tessera {
 namespace {
@@ -23,6 +24,7 @@ using testing::all_placements;
 using testing::expect_error;
 using testing::expect_ok;
 using testing::spawn_ranks;
+using testing::test_device;
 
 /// The part of the full tensor that a spec gives the calling rank.
 at::Tensor part_of(at::Tensor full, const Spec& spec) {
@@ -133,7 +135,7 @@ at::Tensor reduced(const at::Tensor& local, const Spec& spec) {
 /// Redistributes and compares with the full tensor.
 void expect_right(const Spec& from, const Spec& to, const at::Tensor& full, bool async = false,
                   double tolerance = 0) {
-  const at::Tensor local = laid_out(part_of(partial_value(full, from), from), from);
+  const at::Tensor local = laid_out(part_of(partial_value(full, from), from).to(test_device()), from);
   const at::Tensor before = local.clone();
   const Plan steps = plan(from, to);
   at::Tensor result = async ? execute_async(steps, local).wait() : execute(steps, local);
@@ -144,7 +146,7 @@ void expect_right(const Spec& from, const Spec& to, const at::Tensor& full, bool
       << to.local_shape() << " with strides " << to.local_strides() << "\n"
       << steps;
   ASSERT_TRUE(at::equal(local, before)) << "the input was changed by\n" << steps;
-  result = reduced(result, to);
+  result = reduced(result, to).cpu();
   ASSERT_TRUE(tolerance == 0 ? at::equal(result, expected) : at::allclose(result, expected, tolerance, 0))
       << "rank " << get_rank() << " got\n"
       << result << "\nfor\n"
@@ -156,7 +158,7 @@ void expect_right(const Spec& from, const Spec& to, const at::Tensor& full, bool
 void expect_all_right(c10::IntArrayRef mesh_shape, double share = 1) {
   std::atomic<int64_t> checked = 0;
   run(c10::multiply_integers(mesh_shape), [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, mesh_shape);
+    const DeviceMesh mesh = init_device_mesh(test_device(), mesh_shape);
     const auto lists = all_placements(mesh_shape.size());
     std::mt19937 random(0);  // draws the same on every rank
     const auto drawn = [&](double chance) { return std::uniform_real_distribution<>()(random) < chance; };
@@ -199,7 +201,7 @@ struct Laid {
 
 TEST(Execute, EveryShardOrder) {
   run(6, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 3}, {"dp", "tp"});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 3}, {"dp", "tp"});
     const std::vector<Laid> layouts = {{{Shard(0), Shard(0)}, {}},
                                        {{Shard(0), Shard(0)}, {1, 0}},
                                        {{Shard(1), Shard(1)}, {1, 0}},
@@ -227,7 +229,7 @@ TEST(Execute, EveryShardOrder) {
 
 TEST(Execute, EveryReduceOp) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     const c10::DimVector shape = {5, 3};
     for (const Placement& partial :
          {Partial(), Partial(ReduceOp::avg), Partial(ReduceOp::product), Partial(ReduceOp::min),
@@ -261,7 +263,7 @@ TEST(Execute, EveryReduceOp) {
 
 TEST(Execute, SumsAndAveragesMix) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     const Placement sum = Partial(), avg = Partial(ReduceOp::avg);
     const std::vector<Placements> lists = {
         {sum, avg},          {avg, sum},         {avg, avg},
@@ -283,7 +285,7 @@ TEST(Execute, SumsAndAveragesMix) {
 
 TEST(Execute, TensorsWithAnyStridesAndDims) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Placement scalar_choices[] = {Replicate(), Partial(), Partial(ReduceOp::max)};
     for (const Placement& from : scalar_choices) {
       for (const Placement& to : scalar_choices) {
@@ -312,7 +314,7 @@ TEST(Execute, TensorsWithAnyStridesAndDims) {
 
 TEST(Execute, LaysTheResultOutAsTheTargetSays) {
   run(4, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2, 2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2, 2});
     std::mt19937 random(0);
     const auto lists = all_placements(2, {Replicate(), Shard(0), Shard(1), Shard(2), Partial()});
     for (const c10::DimVector& shape : {c10::DimVector{4, 6, 2}, c10::DimVector{3, 1, 5}}) {
@@ -345,7 +347,7 @@ TEST(Execute, LaysTheResultOutAsTheTargetSays) {
 
 TEST(Memory, IsCopiedOnlyIfItLiesOtherwise) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Spec rows(mesh, {Shard(0)}, {4, 3}), columns(mesh, {Shard(0)}, {4, 3}, c10::IntArrayRef{1, 4});
     const at::Tensor contiguous = count({2, 3}), transposed = count({3, 2}).t();
     EXPECT_TRUE(laid_out(contiguous, rows).is_same(contiguous));
@@ -372,7 +374,7 @@ TEST(Memory, IsCopiedOnlyIfItLiesOtherwise) {
 TEST(Memory, ThatLiesOtherwiseIsFound) {
   setenv("TESSERA_CHECK_LAYOUT", "1", /*overwrite=*/1);  // before the first check of this program
   run(2, [] {
-    const Spec rows(init_device_mesh(at::kCPU, {2}), {Shard(0)}, {4, 3});
+    const Spec rows(init_device_mesh(test_device(), {2}), {Shard(0)}, {4, 3});
     check_layout(count({2, 3}), rows);
     expect_error<c10::Error>(
         [&] {
@@ -384,7 +386,7 @@ TEST(Memory, ThatLiesOtherwiseIsFound) {
 
 TEST(Execute, SharesMemoryOnlyWithoutCommunication) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const auto spec = [&](Placement p) { return Spec(mesh, {p}, {4, 4}); };
     const auto aliases = [&](Placement from, Placement to) {
       const at::Tensor local = at::ones(spec(from).local_shape());
@@ -407,7 +409,7 @@ TEST(Execute, SharesMemoryOnlyWithoutCommunication) {
 TEST(Execute, AsyncReturnsBeforeThePeersAreThere) {
   std::atomic<bool> posted = false;
   run(2, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Spec rows(mesh, {Shard(0)}, {4, 4}), columns(mesh, {Shard(1)}, {4, 4});
     const at::Tensor full = count({4, 4});
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
@@ -426,7 +428,7 @@ TEST(Execute, AsyncReturnsBeforeThePeersAreThere) {
 
 TEST(Execute, LeavesAutogradOut) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Spec from(mesh, {Replicate()}, {4});
     const at::Tensor local = count({4}).requires_grad_();
     EXPECT_FALSE(execute(plan(from, from.with_placements({Shard(0)})), local).requires_grad());
@@ -439,7 +441,7 @@ TEST(Execute, LeavesAutogradOut) {
 
 TEST(Execute, RanksOutsideTheMeshDoNothing) {
   run(3, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Spec from(mesh, {Shard(0)}, {4}), to(mesh, {Replicate()}, {4});
     if (get_rank() == 2) {
       const at::Tensor mine = at::ones({7});
@@ -453,7 +455,7 @@ TEST(Execute, RanksOutsideTheMeshDoNothing) {
 
 TEST(Execute, NamesWhatIsWrongWithTheLocalTensor) {
   run(2, [] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     const Spec from(mesh, {Shard(0)}, {5, 2}), to(mesh, {Replicate()}, {5, 2});
     const std::string rank = "rank " + std::to_string(get_rank());
     const std::string shape = get_rank() == 0 ? "[3, 2]" : "[2, 2]";
@@ -480,7 +482,7 @@ TEST(Execute, NamesWhatIsWrongWithTheLocalTensor) {
 RANK_BODY(sample) {
   launch(1, [] {
     EXPECT_EQ(current_world()->backend(at::kCPU), std::getenv("TESSERA_BACKEND"));
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {2});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {2});
     for (const c10::DimVector& shape :
          {c10::DimVector{4, 6}, c10::DimVector{5, 7}, c10::DimVector{1, 3}, c10::DimVector{0, 2}}) {
       for (const Placements& from : all_placements(1)) {

@@ -44,13 +44,14 @@ std::vector<Placements> all_placements(int64_t mesh_ndim, int64_t ndim, bool par
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  const at::Tensor x = a.cpu().contiguous(), y = b.cpu().contiguous();
   // memcmp may not be given the null pointers of empty tensors.
   return x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
-void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
-  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+void expect_close(const at::Tensor& given, const at::Tensor& expected, const std::string& what) {
+  ASSERT_EQ(given.sizes(), expected.sizes()) << what;
+  const at::Tensor actual = given.to(expected.device());
   if (at::allclose(actual, expected, 1e-4, 1e-4, /*equal_nan=*/true)) return;
   const bool is_small = expected.numel() <= 64;
   ADD_FAILURE() << what << "\nlargest difference: " << (actual - expected).abs().max().item<double>()
@@ -159,7 +160,7 @@ void compare_all(const Function& function, const Tensors& inputs, at::IntArrayRe
   constexpr size_t kMixed = 8;
   const std::vector<int64_t> shape = mesh_shape.vec();
   run(c10::multiply_integers(mesh_shape), [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, shape);
+    const DeviceMesh mesh = init_device_mesh(test_device(), shape);
     std::mt19937 random(0);  // draws the same on every rank
     std::vector<std::vector<Placements>> choices;
     size_t count = 1;
@@ -200,7 +201,7 @@ void expect_no_communication(const Function& function, const Tensors& inputs,
                              const std::vector<Placement>& placements, const Placement& result,
                              bool gradients) {
   run(4, [&] {
-    const DeviceMesh mesh = init_device_mesh(at::kCPU, {4});
+    const DeviceMesh mesh = init_device_mesh(test_device(), {4});
     Tensors distributed;
     for (size_t i = 0; i < inputs.size(); ++i) {
       distributed.push_back(distribute_tensor(inputs[i], mesh, {placements[i]}, std::nullopt));

@@ -9,6 +9,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/test_device.h"
+
 /// Computations on distributed tensors against the same on one device.
 namespace tessera::testing {
 

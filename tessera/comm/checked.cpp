@@ -67,10 +67,10 @@ class CheckedBackend final : public CallBackend {
     comm::append_call(call, bytes);
     const auto size = static_cast<int64_t>(bytes.size());
     std::memcpy(bytes.data(), &size, sizeof size);
-    at::Tensor all = gather(bytes, kFirstBytes);
+    at::Tensor all = rows_of_all(bytes, kFirstBytes);
     int64_t longest = 0;
     for (int rank = 0; rank < getSize(); ++rank) longest = std::max(longest, written_at(all, rank));
-    if (longest > kFirstBytes) all = gather(bytes, longest);
+    if (longest > kFirstBytes) all = rows_of_all(bytes, longest);
     std::vector<std::span<const std::byte>> calls;
     for (int rank = 0; rank < getSize(); ++rank) {
       const auto* first = static_cast<const std::byte*>(all.const_data_ptr()) + rank * all.size(1);
@@ -90,7 +90,7 @@ class CheckedBackend final : public CallBackend {
   static constexpr int64_t kFirstBytes = 1024;
 
   /// The first `count` bytes of each rank, a row each.
-  at::Tensor gather(std::vector<std::byte> bytes, int64_t count) {
+  at::Tensor rows_of_all(std::vector<std::byte> bytes, int64_t count) {
     bytes.resize(count);
     at::Tensor input = at::from_blob(bytes.data(), {count}, at::kByte).to(options_.device());
     at::Tensor output = at::empty({getSize() * count}, options_);

@@ -1,6 +1,7 @@
 #include <tessera/comm/builtin_backends.h>
 #include <tessera/comm/call_backend.h>
 #include <tessera/comm/hierarchical.h>
+#include <tessera/comm/reduction.h>
 #include <tessera/comm/shm/backend.h>
 #include <tessera/error.h>
 
@@ -15,6 +16,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -234,10 +236,19 @@ class Steps {
     reduce_within(all, call.op);
     at::Tensor of_host;
     if (between_) {
+      // gloo would reduce all of it on every host.
+      at::Tensor from_hosts = at::empty_like(all), bytes_to = all.view(at::kByte),
+                 bytes_from = from_hosts.view(at::kByte);
+      std::vector<int64_t> equal_parts;
+      between_->alltoall_base(bytes_from, bytes_to, equal_parts, equal_parts, {})->wait();
       of_host = at::empty({layout_.most * size}, mine.options());
-      c10d::ReduceScatterOptions options;
-      options.reduceOp = call.op;
-      between_->_reduce_scatter_base(of_host, all, options)->wait();
+      std::vector<std::byte*> sources;
+      for (const at::Tensor& part : from_hosts.chunk(layout_.hosts()))
+        sources.push_back(static_cast<std::byte*>(part.data_ptr()));
+      auto* target = static_cast<std::byte*>(of_host.mutable_data_ptr());
+      if (of_host.numel() > 0)
+        comm::reduce_values(of_host.scalar_type(), call.op, 1, sources.data(), layout_.hosts(), &target, 1, 0,
+                            of_host.numel());
     }
     if (!within_) {
       mine.copy_(of_host.narrow(0, 0, size));

@@ -73,23 +73,6 @@ bool takes_all(const Backend& backend) {
   return name == threads::kBackendName || name == shm::kBackendName || name == "fake";
 }
 
-/// What the transports (gloo, nccl) reduce by themselves.
-bool transport_reduces(at::ScalarType dtype, ReduceOp::RedOpType op) {
-  switch (dtype) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kInt:
-    case at::kLong:
-      return op == ReduceOp::SUM || op == ReduceOp::PRODUCT || op == ReduceOp::MIN || op == ReduceOp::MAX;
-    default:
-      return false;
-  }
-}
-
 /// The tensor's values as bytes: its memory, or that of a copy if it is not plain.
 at::Tensor bytes_of(const at::Tensor& tensor) { return plain(tensor).view({-1}).view(at::kByte); }
 

@@ -44,30 +44,8 @@ at::Tensor bytes_of(const Buffer& buffer) {
 }
 
 bool gloo_reduces(const CollectiveCall& call) {
-  switch (call.op) {
-    case ReduceOp::SUM:
-    case ReduceOp::PRODUCT:
-    case ReduceOp::MIN:
-    case ReduceOp::MAX:
-      break;
-    default:
-      return false;
-  }
-  return std::all_of(call.in.begin(), call.in.end(), [](const Buffer& buffer) {
-    switch (buffer.dtype) {
-      case at::kFloat:
-      case at::kDouble:
-      case at::kHalf:
-      case at::kBFloat16:
-      case at::kChar:
-      case at::kByte:
-      case at::kInt:
-      case at::kLong:
-        return true;
-      default:
-        return false;
-    }
-  });
+  return std::all_of(call.in.begin(), call.in.end(),
+                     [&](const Buffer& buffer) { return comm::transport_reduces(buffer.dtype, call.op); });
 }
 
 /// Where the members of a group are.

@@ -212,6 +212,22 @@ bool visit(c10::ScalarType dtype, F&& f) {
 
 }  // namespace
 
+bool transport_reduces(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return op == ReduceOp::SUM || op == ReduceOp::PRODUCT || op == ReduceOp::MIN || op == ReduceOp::MAX;
+    default:
+      return false;
+  }
+}
+
 bool can_reduce(c10::ScalarType dtype, ReduceOp::RedOpType op) {
   bool complex = false, integral = false;
   const bool known = visit(dtype, [&](auto sample) {

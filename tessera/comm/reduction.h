@@ -11,6 +11,8 @@ namespace tessera::comm {
 
 /// Whether `reduce_values` has the reduction for the dtype: see comm/collectives.h.
 bool can_reduce(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
+/// Whether the transports (gloo, nccl) reduce such values by themselves.
+bool transport_reduces(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
 
 /// target[t][i] = op(source[0][i], source[1][i], ...) for all targets t and 0 <= i < elements, always in this
 /// order, so that results are the same whoever computes them. Half and bfloat16 are accumulated in float and
